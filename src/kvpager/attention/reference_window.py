@@ -1,0 +1,30 @@
+"""Reference-window attention: the whole prompt and a window over what was decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import AttentionSpec, ceil_div
+
+__all__ = ["ReferenceWindow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceWindow(AttentionSpec):
+    """A token reads the prompt and the last ``window`` tokens; the gap between them dies."""
+
+    window: int
+
+    kind: ClassVar[str] = "reference_window"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("window", self.window, 1)
+
+    @property
+    def lag(self) -> int:
+        return self.window
+
+    def first_mortal_block(self, num_prompt_tokens: int) -> int:
+        return ceil_div(num_prompt_tokens, self.block_size)
