@@ -1,0 +1,284 @@
+"""Block hashes: a chain over a prompt's full blocks, so that equal hashes mean equal prefixes.
+
+The bytes that go into each hash are written down in `docs/hashing.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import CacheConfig
+from .errors import ConfigError, InvalidRequestError
+from .extra_keys import ExtraKey
+
+__all__ = [
+    "HASH_BYTES",
+    "MAX_TOKEN_ID",
+    "Algorithm",
+    "BlockHasher",
+    "TokenIds",
+    "hash_blocks",
+    "root_hash",
+    "token_array",
+]
+
+HASH_BYTES = 32
+MAX_TOKEN_ID = 2**32 - 1
+
+Algorithm = Literal["sha256", "sha256_cbor"]
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any] | memoryview
+"""A list or tuple of ints, or anything with the buffer protocol: `array`, NumPy, memoryview."""
+
+ExtraKeysPerBlock: TypeAlias = Sequence[Sequence[ExtraKey] | None]
+
+_ROOT_MAGIC = b"kvpager block hash\x01"  # the last byte is the format version
+
+
+def hash_blocks(
+    token_ids: TokenIds,
+    *,
+    block_size: int,
+    parent: bytes | None = None,
+    extra_keys: ExtraKeysPerBlock | None = None,
+    algorithm: Algorithm = "sha256",
+) -> list[bytes]:
+    """The hash (32 bytes) of every full block of ``token_ids``; a partial block at the end has none.
+
+    ``parent`` is the hash of the block in front of the first one, or a `root_hash`; None stands for the
+    root without namespace and seed. ``extra_keys`` has one entry for each full block (None: no keys).
+    Raises ``InvalidRequestError`` for token ids that aren't integers from 0 to 2**32 - 1 and for
+    whatever else doesn't fit. O(tokens).
+    """
+    _check_block_size(block_size)
+    hash_one = _HASH_ONE[_check_algorithm(algorithm)]
+    tokens = token_array(token_ids)
+    num_blocks = len(tokens) // block_size
+    last = root_hash(algorithm=algorithm) if parent is None else _check_parent(parent)
+    keys = _check_extra_keys(extra_keys, num_blocks)
+    hashes = []
+    for index in range(num_blocks):
+        last = hash_one(last, tokens[index * block_size : (index + 1) * block_size], keys[index] if keys else ())
+        hashes.append(last)
+    return hashes
+
+
+def root_hash(*, namespace: str = "", seed: str | bytes | None = None, algorithm: Algorithm = "sha256") -> bytes:
+    """What stands in the place of the first block's parent.
+
+    ``sha256``: format version, ``namespace`` (whatever changes K/V for equal tokens) and an optional
+    secret ``seed``: with one, nobody who lacks it can compute or guess hashes. ``sha256_cbor``: made of the
+    ``seed`` string alone, or 32 random bytes without one (two calls then never agree); it has no
+    place for a namespace. Raises ``ConfigError``.
+    """
+    if _check_algorithm(algorithm) == "sha256_cbor":
+        return _cbor_root(namespace, seed)
+    message = _ROOT_MAGIC + _prefixed(_encode_option("namespace", namespace))
+    if seed is not None:
+        message += _prefixed(_encode_option("seed", seed))
+    return hashlib.sha256(message).digest()
+
+
+@dataclass(frozen=True)
+class BlockHasher:
+    """How requests of one cache are hashed: block size, root and algorithm.
+
+    Requests that shall share blocks need the same hasher, or equal ones with ``sha256`` or a seed.
+    """
+
+    hash_size: int
+    namespace: str = ""
+    seed: str | bytes | None = field(default=None, repr=False)
+    algorithm: Algorithm = "sha256"
+    root: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_block_size(self.hash_size)
+        root = root_hash(namespace=self.namespace, seed=self.seed, algorithm=self.algorithm)
+        object.__setattr__(self, "root", root)
+
+    @classmethod
+    def for_config(
+        cls, config: CacheConfig, seed: str | bytes | None = None, algorithm: Algorithm = "sha256"
+    ) -> BlockHasher:
+        """The hasher that fits a cache: its hash block size and its namespace."""
+        return cls(config.hash_size, config.namespace, seed, algorithm)
+
+    def extend(
+        self, block_hashes: Sequence[bytes], token_ids: TokenIds, extra_keys: ExtraKeysPerBlock | None = None
+    ) -> list[bytes]:
+        """The hashes of the full blocks of ``token_ids``, which follow the blocks of ``block_hashes``.
+
+        Only new hashes are returned. O(tokens given).
+        """
+        return hash_blocks(
+            token_ids,
+            block_size=self.hash_size,
+            parent=block_hashes[-1] if block_hashes else self.root,
+            extra_keys=extra_keys,
+            algorithm=self.algorithm,
+        )
+
+
+def token_array(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
+    """Token ids as a flat uint32 array, checked. Raises ``InvalidRequestError``; O(tokens)."""
+    if isinstance(token_ids, (list, tuple, range)):
+        return _from_sequence(token_ids)
+    try:
+        view = memoryview(token_ids)  # type: ignore[arg-type]
+    except TypeError:
+        if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
+            return _from_sequence(list(token_ids))
+        raise InvalidRequestError(
+            f"token_ids must be a list of ints, an array or a buffer of integers, got {type(token_ids).__name__}; "
+            f"convert it first (a tensor: .cpu().numpy())"
+        ) from None
+    return _from_buffer(np.asarray(view))
+
+
+def _from_sequence(token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+    if set(map(type, token_ids)) <= {int}:
+        try:
+            return np.frombuffer(array("I", token_ids), np.uint32) if token_ids else np.empty(0, np.uint32)
+        except OverflowError:
+            pass
+    values = np.empty(len(token_ids), np.uint32)
+    for index, token in enumerate(token_ids):
+        values[index] = _check_token(index, token)
+    return values
+
+
+def _check_token(index: int, token: object) -> int:
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise InvalidRequestError(f"token_ids[{index}] is {token!r}, a {type(token).__name__}; token ids are integers")
+    value = int(token.__index__())
+    if not 0 <= value <= MAX_TOKEN_ID:
+        raise InvalidRequestError(f"token_ids[{index}] is {value}; token ids go from 0 to {MAX_TOKEN_ID}")
+    return value
+
+
+def _from_buffer(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise InvalidRequestError(
+            f"a buffer of token ids must be one-dimensional and hold integers, got {values.ndim} dimensions of "
+            f"dtype {values.dtype}"
+        )
+    wrong = (values < 0) if values.dtype.kind == "i" else np.zeros(len(values), np.bool_)
+    if values.dtype.itemsize > 4:
+        wrong = wrong | (values > MAX_TOKEN_ID)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        _check_token(index, int(values[index]))
+    return np.ascontiguousarray(values, np.uint32)
+
+
+def _sha256_block(parent: bytes, tokens: npt.NDArray[np.uint32], keys: Sequence[ExtraKey]) -> bytes:
+    # Both counts stand in front of what they count: no message is another one's beginning.
+    message = parent + struct.pack("<II", len(tokens), len(keys)) + tokens.astype("<u4", copy=False).tobytes()
+    for key in keys:
+        message += struct.pack("<B", key.kind) + _prefixed(key.payload)
+    return hashlib.sha256(message).digest()
+
+
+def _prefixed(payload: bytes) -> bytes:
+    return struct.pack("<I", len(payload)) + payload
+
+
+def _sha256_cbor_block(parent: bytes, tokens: npt.NDArray[np.uint32], keys: Sequence[ExtraKey]) -> bytes:
+    extra = _cbor([key.plain for key in keys]) if keys else b"\xf6"  # null
+    return hashlib.sha256(b"\x83" + _cbor(parent) + _cbor(tokens.tolist()) + extra).digest()
+
+
+def _cbor(value: object) -> bytes:
+    """Canonical CBOR of the few shapes that a block hash is made of."""
+    if isinstance(value, bytes):
+        return _cbor_head(2, len(value)) + value
+    if isinstance(value, str):
+        return _cbor_head(3, len(value.encode())) + value.encode()
+    if isinstance(value, int):
+        return _cbor_head(0, value) if value >= 0 else _cbor_head(1, -1 - value)
+    assert isinstance(value, (list, tuple)), value
+    return _cbor_head(4, len(value)) + b"".join(map(_cbor, value))
+
+
+def _cbor_head(major: int, argument: int) -> bytes:
+    """A type byte and its argument in as few bytes as hold it (RFC 8949, section 4.2.1)."""
+    if argument < 24:
+        return bytes((major << 5 | argument,))
+    for info, size in ((24, 1), (25, 2), (26, 4)):
+        if argument < 1 << 8 * size:
+            return bytes((major << 5 | info,)) + argument.to_bytes(size, "big")
+    return bytes((major << 5 | 27,)) + argument.to_bytes(8, "big")
+
+
+def _cbor_root(namespace: str, seed: object) -> bytes:
+    if namespace:
+        raise ConfigError(
+            f"sha256_cbor has no place for a namespace, got {namespace!r}; leave it out and keep one index for each "
+            f"model, or use sha256"
+        )
+    if seed is None:
+        return os.urandom(HASH_BYTES)
+    if not isinstance(seed, str):
+        raise ConfigError(f"the seed of sha256_cbor must be a string, got {type(seed).__name__}")
+    _encode_option("seed", seed)
+    return hashlib.sha256(_cbor(seed)).digest()
+
+
+def _encode_option(name: str, value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    try:
+        if isinstance(value, str):
+            return value.encode()
+    except UnicodeEncodeError:
+        pass
+    raise ConfigError(f"{name} must be text that UTF-8 can encode, or bytes for a seed, got {value!r}")
+
+
+def _check_block_size(block_size: object) -> None:
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or not 1 <= block_size <= MAX_TOKEN_ID:
+        raise ConfigError(f"a hash block must have at least 1 token, got {block_size!r}")
+
+
+def _check_algorithm(algorithm: Algorithm) -> Algorithm:
+    if algorithm not in _HASH_ONE:
+        raise ConfigError(f"unknown hash algorithm {algorithm!r}; there are {', '.join(_HASH_ONE)}")
+    return algorithm
+
+
+def _check_parent(parent: object) -> bytes:
+    if not isinstance(parent, bytes) or len(parent) != HASH_BYTES:
+        raise InvalidRequestError(f"parent must be a block hash or a root_hash, {HASH_BYTES} bytes, got {parent!r}")
+    return parent
+
+
+def _check_extra_keys(extra_keys: ExtraKeysPerBlock | None, num_blocks: int) -> list[Sequence[ExtraKey]]:
+    if extra_keys is None:
+        return []
+    if len(extra_keys) != num_blocks:
+        raise InvalidRequestError(
+            f"extra_keys has {len(extra_keys)} entries for {num_blocks} full blocks; give one for each (None: no keys)"
+        )
+    keys = [block_keys or () for block_keys in extra_keys]
+    for index, block_keys in enumerate(keys):
+        if not all(isinstance(key, ExtraKey) for key in block_keys):
+            raise InvalidRequestError(
+                f"extra_keys[{index}] must hold ExtraKey objects, got {block_keys!r}; make them with LoRA, "
+                f"MultiModalItem, PromptEmbeds or cache_salt_key"
+            )
+    return keys
+
+
+_HASH_ONE: dict[str, Callable[[bytes, npt.NDArray[np.uint32], Sequence[ExtraKey]], bytes]] = {
+    "sha256": _sha256_block,
+    "sha256_cbor": _sha256_cbor_block,
+}

@@ -1,0 +1,281 @@
+"""Requests: what the manager reads of one, and a ready implementation."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Protocol, cast
+
+from .errors import InvalidRequestError
+from .extra_keys import ContentKeys, LoRA, MultiModalItem, PlainKey, PromptEmbeds
+from .hashing import HASH_BYTES, BlockHasher, TokenIds, token_array
+
+__all__ = ["Request", "RequestLike", "RequestStatus"]
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    WAITING_FOR_LOAD = auto()
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH = auto()
+    FINISHED_ABORTED = auto()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request is over."""
+        return self in _FINISHED
+
+
+_FINISHED = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_ABORTED})
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class RequestLike(Protocol):
+    """All that the manager reads of a request; any object with these attributes will do.
+
+    ``num_in_flight_tokens`` (0) and ``max_tokens`` (None) may be missing. ``all_token_ids``, ``lora_id``,
+    ``lora_name`` and ``extra_keys`` are read for events only.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """Unique among live requests."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose K/V is in blocks the request holds; the scheduler advances it."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Hashes of the full hash blocks so far."""
+
+    @property
+    def status(self) -> _Named:
+        """An enum member; only its ``name`` is read."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it was preempted."""
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Never hit (but still commit)."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output tokens; empty if they are not known."""
+
+
+class Request:
+    """A prompt and what was generated from it, with its block hashes.
+
+    ``prompt_token_ids`` is a list of ints, an array or a buffer of integers; None with ``prompt_embeds``
+    stands for zeros. Without ``block_hasher`` there are no hashes: the request neither hits nor
+    commits. Hashing happens here and in `append_output_token_ids`, once for each block.
+
+    ``num_computed_tokens``, ``num_in_flight_tokens``, ``status`` and ``num_preemptions`` are the
+    scheduler's to write; everything else is read only. Raises ``InvalidRequestError``.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: TokenIds | None,
+        *,
+        block_hasher: BlockHasher | None = None,
+        max_tokens: int | None = None,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        skip_reading_prefix_cache: bool = False,
+        cache_salt: str | None = None,
+        lora: LoRA | None = None,
+        multimodal: Sequence[MultiModalItem] = (),
+        prompt_embeds: PromptEmbeds | None = None,
+    ) -> None:
+        self._content = ContentKeys(
+            lora=lora, multimodal=tuple(multimodal), cache_salt=cache_salt, prompt_embeds=prompt_embeds
+        )
+        self.all_token_ids: list[int] = _prompt_tokens(request_id, prompt_token_ids, self._content)
+        self._init(request_id, len(self.all_token_ids), max_tokens, priority, arrival_time)
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self._block_hasher = block_hasher
+        self._extend_block_hashes()
+
+    @classmethod
+    def from_hashes(
+        cls,
+        request_id: str,
+        num_prompt_tokens: int,
+        block_hashes: Sequence[bytes],
+        *,
+        max_tokens: int | None = None,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+    ) -> Request:
+        """A request whose tokens aren't known, only their block hashes (32 bytes each).
+
+        Output tokens are counted and never hashed; ``all_token_ids`` stays empty. O(hashes).
+        """
+        if type(num_prompt_tokens) is not int:
+            raise InvalidRequestError(f"num_prompt_tokens must be an integer, got {num_prompt_tokens!r}")
+        if not (set(map(type, block_hashes)) <= {bytes} and set(map(len, block_hashes)) <= {HASH_BYTES}):
+            raise InvalidRequestError(f"block_hashes of request {request_id!r} must be {HASH_BYTES} bytes each")
+        if len(block_hashes) > num_prompt_tokens:
+            raise InvalidRequestError(
+                f"request {request_id!r} has {len(block_hashes)} block hashes for {num_prompt_tokens} tokens"
+            )
+        self = cls.__new__(cls)
+        self._content = ContentKeys()
+        self.all_token_ids = []
+        self._init(request_id, num_prompt_tokens, max_tokens, priority, arrival_time)
+        self.skip_reading_prefix_cache = False
+        self._block_hasher = None
+        self.block_hashes = list(block_hashes)
+        return self
+
+    def _init(
+        self, request_id: str, num_prompt_tokens: int, max_tokens: int | None, priority: int, arrival_time: float
+    ) -> None:
+        _check_request(request_id, num_prompt_tokens, max_tokens, priority, arrival_time)
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.block_hashes: list[bytes] = []
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_preemptions = 0
+        self.num_encoder_tokens = 0
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the token ids are known (not so after `from_hashes`)."""
+        return bool(self.all_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens, a copy; empty if the token ids are not known. O(output tokens)."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def lora_id(self) -> int | None:
+        """The adapter's id, for events."""
+        return self._content.lora.id if self._content.lora else None
+
+    @property
+    def lora_name(self) -> str | None:
+        """The adapter's name, for events."""
+        return self._content.lora.name if self._content.lora else None
+
+    def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
+        """Add generated tokens and the hashes of blocks that became full.
+
+        O(tokens + new blocks). Raises ``InvalidRequestError`` and changes nothing for what is not
+        a token id.
+        """
+        tokens = token_array(cast(TokenIds, [token_ids] if _is_integer(token_ids) else token_ids))
+        self.num_tokens += len(tokens)
+        if self.has_token_ids:
+            self.all_token_ids.extend(tokens.tolist())
+            self._extend_block_hashes()
+
+    def extra_keys(self, block_start: int, block_end: int) -> tuple[PlainKey, ...] | None:
+        """What besides tokens goes into the block of tokens ``[block_start, block_end)``, for events.
+
+        Flat: LoRA name, (multimodal identifier, offset in the block) pairs, salt, embedding digest.
+        None: nothing.
+        """
+        return tuple(key.plain for key in self._content.for_block(block_start, block_end)) or None
+
+    def _extend_block_hashes(self) -> None:
+        hasher = self._block_hasher
+        if hasher is None:
+            return
+        first = len(self.block_hashes)
+        num_new = self.num_tokens // hasher.hash_size - first
+        if num_new <= 0:
+            return
+        tokens = self.all_token_ids[first * hasher.hash_size : (first + num_new) * hasher.hash_size]
+        keys = self._content.for_blocks(first, num_new, hasher.hash_size)
+        self.block_hashes += hasher.extend(self.block_hashes, tokens, keys)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.num_prompt_tokens} + {self.num_output_tokens} tokens, "
+            f"{self.num_computed_tokens} computed, {self.status.name})"
+        )
+
+
+def _prompt_tokens(request_id: str, token_ids: TokenIds | None, content: ContentKeys) -> list[int]:
+    embeds = content.prompt_embeds
+    if token_ids is None:
+        if embeds is None:
+            raise InvalidRequestError(f"request {request_id!r} has neither prompt_token_ids nor prompt_embeds")
+        return [0] * len(embeds)
+    tokens: list[int] = token_array(token_ids).tolist()
+    if embeds is not None and len(embeds) != len(tokens):
+        raise InvalidRequestError(
+            f"request {request_id!r} has {len(tokens)} prompt tokens, but {len(embeds)} prompt embeddings; "
+            f"give one row for each token, with a mask for those that count as tokens"
+        )
+    if content.multimodal and content.multimodal[-1].end > len(tokens):
+        raise InvalidRequestError(
+            f"request {request_id!r} has {len(tokens)} prompt tokens, but a multimodal item ends at "
+            f"{content.multimodal[-1].end}"
+        )
+    return tokens
+
+
+def _check_request(
+    request_id: object, num_prompt_tokens: int, max_tokens: object, priority: object, arrival_time: object
+) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}")
+    if num_prompt_tokens < 1:
+        raise InvalidRequestError(f"request {request_id!r} has {num_prompt_tokens} prompt tokens; give at least one")
+    if max_tokens is not None and (not _is_integer(max_tokens) or max_tokens < 1):  # type: ignore[operator]
+        raise InvalidRequestError(
+            f"max_tokens of request {request_id!r} must be None or at least 1, got {max_tokens!r}"
+        )
+    if not _is_integer(priority):
+        raise InvalidRequestError(f"priority of request {request_id!r} must be an integer, got {priority!r}")
+    if not isinstance(arrival_time, (int, float)) or not math.isfinite(arrival_time):
+        raise InvalidRequestError(
+            f"arrival_time of request {request_id!r} must be a finite number of seconds, got {arrival_time!r}"
+        )
+
+
+def _is_integer(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
