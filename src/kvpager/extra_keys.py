@@ -210,7 +210,7 @@ class ContentKeys:
             keys.append(item.extra_key(start))
         if self.cache_salt is not None and start == 0:
             keys.append(cache_salt_key(self.cache_salt))
-        if self.prompt_embeds is not None and start < len(self.prompt_embeds):
+        if self.prompt_embeds is not None:  # behind the prompt too, as zero rows
             keys.append(self.prompt_embeds.extra_key(start, stop))
         return tuple(keys)
 

@@ -81,6 +81,8 @@ def root_hash(*, namespace: str = "", seed: str | bytes | None = None, algorithm
     """
     if _check_algorithm(algorithm) == "sha256_cbor":
         return _cbor_root(namespace, seed)
+    if not isinstance(namespace, str):
+        raise ConfigError(f"namespace must be a string, got {namespace!r}")
     message = _ROOT_MAGIC + _prefixed(_encode_option("namespace", namespace))
     if seed is not None:
         message += _prefixed(_encode_option("seed", seed))
@@ -134,7 +136,7 @@ def token_array(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
         return _from_sequence(token_ids)
     try:
         view = memoryview(token_ids)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, ValueError, BufferError):
         if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
             return _from_sequence(list(token_ids))
         raise InvalidRequestError(
@@ -270,7 +272,7 @@ def _check_extra_keys(extra_keys: ExtraKeysPerBlock | None, num_blocks: int) -> 
         )
     keys = [block_keys or () for block_keys in extra_keys]
     for index, block_keys in enumerate(keys):
-        if not all(isinstance(key, ExtraKey) for key in block_keys):
+        if not isinstance(block_keys, (tuple, list)) or not all(isinstance(key, ExtraKey) for key in block_keys):
             raise InvalidRequestError(
                 f"extra_keys[{index}] must hold ExtraKey objects, got {block_keys!r}; make them with LoRA, "
                 f"MultiModalItem, PromptEmbeds or cache_salt_key"

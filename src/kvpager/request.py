@@ -116,6 +116,8 @@ class Request:
         self.all_token_ids: list[int] = _prompt_tokens(request_id, prompt_token_ids, self._content)
         self._init(request_id, len(self.all_token_ids), max_tokens, priority, arrival_time)
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        if block_hasher is not None and not isinstance(block_hasher, BlockHasher):
+            raise InvalidRequestError(f"block_hasher must be a BlockHasher or None, got {block_hasher!r}")
         self._block_hasher = block_hasher
         self._extend_block_hashes()
 
