@@ -1,0 +1,189 @@
+"""Layers to groups: one pool of equal pages serves layers of every kind.
+
+A *page* is what one block takes of one layer; a block of the pool is a page for each layer of a
+group. So all groups need the same number of layers and all layers the same page::
+
+    kinds     full ████████   window ████████████████████   (layers that keep the same thing)
+    groups    [████████]      [████████][████████][████░░░░]     ░ padding: pages nobody writes
+
+Pages become equal by giving layers that keep less per token larger blocks; what then still is
+missing (and all that a state is short of a page) is padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..attention import AttentionSpec, ceil_div
+from ..attention.mamba import MambaMode
+from ..config import GroupSpec
+from ..errors import ConfigError
+from .memory import AttentionMemory, Layer, StateMemory
+from .need import blocks_of_request
+
+__all__ = ["Group", "Grouping", "group_layers", "pipeline_ranks"]
+
+TOLERANCE = 0.05
+"""How much more than the cheapest grouping a request may cost for the sake of fewer groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Layers (of all pipeline ranks) that share a block table.
+
+    ``used_page_bytes`` of each page (``spec.page_bytes``) hold something when a block is full.
+    """
+
+    layers: tuple[Layer, ...]
+    spec: AttentionSpec
+    used_page_bytes: int
+
+    @property
+    def memory(self) -> AttentionMemory | StateMemory:
+        """What each of the layers keeps."""
+        return self.layers[0].memory
+
+    def group_spec(self) -> GroupSpec:
+        """The group as the manager's configuration has it."""
+        return GroupSpec(layer_names=tuple(layer.name for layer in self.layers), spec=self.spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """Groups over one pool.
+
+    ``rank`` is the run of layers of the fullest pipeline rank, which decides for all of them:
+    ``pages_per_block`` is what a block of the pool has there.
+    """
+
+    groups: tuple[Group, ...]
+    page_bytes: int
+    pages_per_block: int
+    rank: range
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the pool on the fullest rank."""
+        return self.page_bytes * self.pages_per_block
+
+    def padding_layers(self, group: Group) -> int:
+        """Pages in each of the group's blocks that belong to no layer."""
+        return self.pages_per_block - self._layers_here(group)
+
+    def padding_bytes(self, group: Group) -> int:
+        """Bytes in each of the group's blocks that nobody writes."""
+        return self.block_bytes - self._layers_here(group) * group.used_page_bytes
+
+    def _layers_here(self, group: Group) -> int:
+        return sum(layer.index in self.rank for layer in group.layers)
+
+
+def pipeline_ranks(num_layers: int, pipeline_parallel: int) -> list[range]:
+    """Which layers each pipeline rank runs: even runs; what is left over goes to the ranks before the last.
+
+    The last rank has the output layer to run as well. Raises ``ConfigError`` for more ranks than layers.
+    """
+    if pipeline_parallel > num_layers:
+        raise ConfigError(f"pipeline parallel size {pipeline_parallel} is more than the model's {num_layers} layers")
+    least, left_over = divmod(num_layers, pipeline_parallel)
+    last = pipeline_parallel - 1
+    counts = [least + (last - left_over <= rank < last) for rank in range(pipeline_parallel)]
+    starts = [sum(counts[:rank]) for rank in range(pipeline_parallel)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def group_layers(
+    layers: Sequence[Layer],
+    *,
+    ranks: Sequence[range],
+    block_size: int,
+    state_mode: MambaMode,
+    max_model_len: int,
+    max_step: int,
+    num_encoder_tokens: int,
+) -> Grouping:
+    """The groups in which a request of ``max_model_len`` tokens costs least, with few groups.
+
+    Every number of layers a group could have is tried; among those within ``TOLERANCE`` of the
+    cheapest, the one with the fewest groups is taken. O(layers^2).
+    """
+    kinds = _kinds(layers)
+    specs, page_bytes = _equal_pages(kinds, block_size, state_mode)
+    blocks = {
+        memory: blocks_of_request(spec, max_model_len, max_step, num_encoder_tokens) for memory, spec in specs.items()
+    }
+    choices = []
+    for size in range(1, max(map(len, kinds.values())) + 1):
+        parts = [part for same in kinds.values() for part in _split(same, size)]
+        pages, rank = _fullest(parts, ranks)
+        cost = pages * sum(blocks[part[0].memory] for part in parts)
+        choices.append((cost, len(parts), pages, rank, parts))
+    cheapest = min(cost for cost, *_ in choices)
+    within = [choice for choice in choices if choice[0] <= cheapest * (1 + TOLERANCE)]
+    _, _, pages, rank, parts = min(within, key=lambda choice: (choice[1], choice[0]))
+    groups = tuple(
+        Group(layers=part, spec=specs[part[0].memory], used_page_bytes=_used(part[0].memory, specs[part[0].memory]))
+        for part in parts
+    )
+    return Grouping(groups=groups, page_bytes=page_bytes, pages_per_block=pages, rank=rank)
+
+
+def _kinds(layers: Iterable[Layer]) -> dict[AttentionMemory | StateMemory, tuple[Layer, ...]]:
+    """Layers that keep the same thing, in the order of their first layer."""
+    kinds: dict[AttentionMemory | StateMemory, tuple[Layer, ...]] = {}
+    for layer in layers:
+        kinds[layer.memory] = (*kinds.get(layer.memory, ()), layer)
+    return kinds
+
+
+def _split(layers: tuple[Layer, ...], size: int) -> list[tuple[Layer, ...]]:
+    """Groups of at most ``size`` layers, dealt out in turn so that each pipeline rank has a share of each."""
+    count = ceil_div(len(layers), size)
+    return [layers[start::count] for start in range(count)]
+
+
+def _fullest(parts: Sequence[tuple[Layer, ...]], ranks: Sequence[range]) -> tuple[int, range]:
+    """The rank on which a block takes the most pages, and how many: one for each layer of the largest group."""
+
+    def pages(rank: range) -> int:
+        return max(sum(layer.index in rank for layer in part) for part in parts)
+
+    rank = max(ranks, key=pages)
+    return pages(rank), rank
+
+
+def _equal_pages(
+    kinds: Iterable[AttentionMemory | StateMemory], block_size: int, state_mode: MambaMode
+) -> tuple[dict[AttentionMemory | StateMemory, AttentionSpec], int]:
+    """A spec for each kind, all with the same page.
+
+    The page is that of the attention kind with the most bytes per token, in as many base blocks as
+    the largest state needs. Kinds with fewer bytes take as many base blocks as go into it.
+    """
+    attention = [memory for memory in kinds if isinstance(memory, AttentionMemory)]
+    state_bytes = max((memory.state_bytes for memory in kinds if isinstance(memory, StateMemory)), default=0)
+    base = max((memory.token_bytes * block_size for memory in attention), default=0)
+    page = base * max(1, ceil_div(state_bytes, base)) if base else state_bytes
+    sizes = {memory: _block_size(memory, page, block_size) for memory in attention}
+    states_every = math.lcm(block_size, *sizes.values())
+    specs: dict[AttentionMemory | StateMemory, AttentionSpec] = {}
+    for memory in kinds:
+        if isinstance(memory, AttentionMemory):
+            specs[memory] = memory.spec(sizes[memory], page)
+        else:
+            specs[memory] = memory.spec(states_every, page, state_mode)
+    return specs, page
+
+
+def _block_size(memory: AttentionMemory, page: int, block_size: int) -> int:
+    """The most base blocks that go into a page; in a chunked layer they also divide the chunk."""
+    multiple = page // (memory.token_bytes * block_size)
+    if memory.kind == "chunked" and memory.extent is not None and memory.extent % block_size == 0:
+        multiple = next(m for m in range(multiple, 0, -1) if memory.extent % (m * block_size) == 0)
+    return multiple * block_size
+
+
+def _used(memory: AttentionMemory | StateMemory, spec: AttentionSpec) -> int:
+    return memory.token_bytes * spec.block_size if isinstance(memory, AttentionMemory) else memory.state_bytes
