@@ -83,6 +83,17 @@ class RequestLike(Protocol):
     def all_token_ids(self) -> Sequence[int]:
         """Prompt and output tokens; empty if they are not known."""
 
+    @property
+    def lora_id(self) -> int | None:
+        """The adapter's id in this engine, if there is an adapter."""
+
+    @property
+    def lora_name(self) -> str | None:
+        """The adapter's name, if there is an adapter."""
+
+    def extra_keys(self, block_start: int, block_end: int) -> tuple[object, ...] | None:
+        """What else than tokens went into the hash of the block of tokens [block_start, block_end)."""
+
 
 class Request:
     """A prompt and what was generated from it, with its block hashes.

@@ -13,13 +13,17 @@ at most) is derived here, once, for all kinds.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import ConfigError
 
-__all__ = ["AttentionSpec", "ceil_div"]
+__all__ = ["UNBOUNDED", "AttentionSpec", "ceil_div"]
+
+UNBOUNDED = sys.maxsize
+"""More tokens than any sequence has."""
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -42,12 +46,16 @@ class AttentionSpec:
     """The field's name of the kind, as events carry it."""
     can_hit: ClassVar[bool] = True
     """Whether blocks of this kind can be reused by another request."""
+    holds_tokens: ClassVar[bool] = True
+    """Whether position i of a table holds the tokens of block i (states and encoder outputs do not)."""
     reads_whole_blocks: ClassVar[bool] = False
     """Whether kernels of this kind read whole blocks, so that new ones have to be zeroed."""
     caches_only_useful: ClassVar[bool] = False
     """Whether blocks that no aligned hit can use stay out of the index."""
     sparse_retention: ClassVar[bool] = False
     """Whether the retention interval makes this kind's checkpoints sparser."""
+    needs_whole_prefix: ClassVar[bool] = False
+    """Whether a hit needs every block before it, so that a shorter hit is always possible too."""
     shared_prefix: ClassVar[bool] = False
     """Whether a table's leading blocks are a prefix that kernels can share (cascade attention)."""
 
@@ -90,6 +98,10 @@ class AttentionSpec:
     def num_positions(self, num_slots: int, num_encoder_tokens: int) -> int:
         """Table length that ``num_slots`` token slots need. O(1)."""
         return ceil_div(num_slots, self.block_size)
+
+    def num_slots(self, num_positions: int) -> int:
+        """Token slots that a table of ``num_positions`` serves: what num_positions undoes. O(1)."""
+        return num_positions * self.block_size
 
     # -- what follows from it -----------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import AttentionSpec, ceil_div
+from .base import UNBOUNDED, AttentionSpec, ceil_div
 
 __all__ = ["CrossAttention"]
 
@@ -18,7 +18,11 @@ class CrossAttention(AttentionSpec):
     """
 
     kind: ClassVar[str] = "cross_attention"
+    holds_tokens: ClassVar[bool] = False
     can_hit: ClassVar[bool] = False
 
     def num_positions(self, num_slots: int, num_encoder_tokens: int) -> int:
         return ceil_div(num_encoder_tokens, self.block_size)
+
+    def num_slots(self, num_positions: int) -> int:
+        return UNBOUNDED

@@ -15,6 +15,7 @@ class FullAttention(AttentionSpec):
     """Full causal attention, also with attention sinks that the layer keeps itself."""
 
     kind: ClassVar[str] = "full_attention"
+    needs_whole_prefix: ClassVar[bool] = True
     reads_whole_blocks: ClassVar[bool] = True
     shared_prefix: ClassVar[bool] = True
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..errors import ConfigError
-from .base import AttentionSpec, ceil_div
+from .base import UNBOUNDED, AttentionSpec, ceil_div
 
 __all__ = ["Mamba", "MambaMode"]
 
@@ -30,6 +30,7 @@ class Mamba(AttentionSpec):
     num_speculative_states: int = 0
 
     kind: ClassVar[str] = "mamba"
+    holds_tokens: ClassVar[bool] = False
     sparse_retention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -53,3 +54,8 @@ class Mamba(AttentionSpec):
     def num_positions(self, num_slots: int, num_encoder_tokens: int) -> int:
         states = 1 if self.mode == "none" else ceil_div(num_slots, self.block_size)
         return states + self.num_speculative_states
+
+    def num_slots(self, num_positions: int) -> int:
+        if self.mode == "none":
+            return UNBOUNDED
+        return max(0, num_positions - self.num_speculative_states) * self.block_size

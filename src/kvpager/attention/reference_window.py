@@ -17,6 +17,7 @@ class ReferenceWindow(AttentionSpec):
     window: int
 
     kind: ClassVar[str] = "reference_window"
+    needs_whole_prefix: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,6 +22,7 @@ class SinkAttention(FullAttention):
     sink_len: int
 
     kind: ClassVar[str] = "sink_full_attention"
+    reads_whole_blocks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

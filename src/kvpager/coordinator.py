@@ -1,0 +1,289 @@
+"""KVCacheCoordinator: makes the groups agree on one hit length and one admission decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from .attention import CrossAttention
+from .attention.base import UNBOUNDED
+from .config import CacheConfig, check_eagle
+from .errors import InvariantError
+from .pool import BlockList, BlockPool
+from .request import RequestLike
+from .single_type import SingleTypeKVCacheManager, TokenRanges
+
+__all__ = ["KVCacheCoordinator", "Match"]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest prefix that every group has: ``num_tokens``, and each group's blocks for exactly that.
+
+    ``junction``: the longest aligned length beyond it that the groups which need the whole prefix
+    still have (0: none): some other request shares it, and only window or state blocks are missing.
+    """
+
+    num_tokens: int
+    hits: tuple[BlockList, ...]
+    junction: int = 0
+
+
+class KVCacheCoordinator:
+    """One manager per group over one pool. With any number of groups it is the same algorithm."""
+
+    def __init__(
+        self, config: CacheConfig, pool: BlockPool, *, max_num_batched_tokens: int, use_eagle: bool, caching: bool
+    ) -> None:
+        flagged = frozenset(i for i, group in enumerate(config.groups) if group.is_eagle)
+        eagle_groups = flagged or frozenset(range(len(config.groups)) if use_eagle else ())
+        check_eagle(config.specs, eagle_groups)
+        self.alignment = config.alignment
+        self.eagle_group_ids = eagle_groups
+        self.block_pool = pool
+        self.single_type_managers = tuple(
+            SingleTypeKVCacheManager(
+                group_id,
+                spec,
+                pool,
+                stride=spec.block_size // config.hash_size,
+                alignment=config.alignment,
+                is_eagle=group_id in eagle_groups,
+                retention_interval=config.retention_interval,
+            )
+            for group_id, spec in enumerate(config.specs)
+        )
+        self._hash_size = config.hash_size
+        self._max_step = max_num_batched_tokens
+        self.can_hit = caching and bool(config.specs) and all(spec.can_hit for spec in config.specs)
+        # A cache with an encoder's blocks commits nothing: the decoder's blocks depend on them.
+        self.commits = caching and not any(isinstance(spec, CrossAttention) for spec in config.specs)
+        self.hit_margin = max((group.hit_margin for group in self.single_type_managers), default=0)
+        self._lookups = self._same_spec_together()
+        self._no_hits = tuple(BlockList() for _ in config.specs)
+
+    def _same_spec_together(self) -> list[tuple[SingleTypeKVCacheManager, list[int]]]:
+        """Groups that accept the same hits, those that need the whole prefix first: they shorten it at once."""
+        kinds: dict[object, tuple[SingleTypeKVCacheManager, list[int]]] = {}
+        for group in self.single_type_managers:
+            kinds.setdefault((group.spec, group.hit_margin), (group, []))[1].append(group.group_id)
+        return sorted(kinds.values(), key=lambda kind: not kind[0].spec.needs_whole_prefix)
+
+    # -- one hit length ------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[bytes], max_tokens: int) -> Match:
+        """The longest hit of at most ``max_tokens`` (a multiple of the alignment). Read only. O(prefix)."""
+        if not self.can_hit:
+            return self.no_match()
+        cap = min(max_tokens, len(hashes) * self._hash_size)
+        prefixes = {
+            ids[0]: group.block_size * self.block_pool.prefix_length(ids, hashes, group.stride, cap // group.block_size)
+            for group, ids in self._lookups
+            if group.spec.needs_whole_prefix
+        }
+        length, shared, agreeing = cap // self.alignment * self.alignment, 0, 0
+        for group, ids in cycle(self._lookups):
+            limit = max(0, min(length, prefixes.get(ids[0], cap) - group.hit_margin))
+            accepted = limit // self.alignment * self.alignment
+            if ids[0] not in prefixes:
+                shared = shared or length
+                accepted = self._longest_run(group, ids, hashes, accepted)
+            agreeing = agreeing + 1 if accepted == length else 1
+            length = accepted
+            if agreeing == len(self._lookups):
+                break
+        hits = tuple(group.lookup(hashes, length) for group in self.single_type_managers)
+        return Match(length, hits, shared if prefixes and shared > length else 0)
+
+    def _longest_run(
+        self, group: SingleTypeKVCacheManager, ids: list[int], hashes: Sequence[bytes], length: int
+    ) -> int:
+        """The longest aligned hit up to ``length`` for kinds that need only a tail of the prefix.
+
+        The rightmost missing block rules out every length that needs it, so no block is looked up twice.
+        """
+        while length:
+            needed = group.needed_for_hit(length)
+            start = self.block_pool.run_start(ids, hashes, group.stride, needed.start, needed.stop)
+            if start == needed.start:
+                return length
+            before_gap = (start - 1) * group.block_size - group.hit_margin
+            length = max(0, before_gap) // self.alignment * self.alignment
+        return 0
+
+    def no_match(self) -> Match:
+        """The answer where nothing can be hit. O(1)."""
+        return Match(0, self._no_hits)
+
+    def check_covers(self, hits: Sequence[BlockList], num_tokens: int) -> None:
+        """Every group's blocks must cover exactly the hit; anything else would be garbage under a right hash."""
+        for group, blocks in zip(self.single_type_managers, hits, strict=True):
+            if len(blocks) * group.block_size != num_tokens:
+                raise InvariantError(
+                    f"group {group.group_id} covers {len(blocks)} blocks x {group.block_size} tokens of a hit of "
+                    f"{num_tokens} tokens"
+                )
+
+    def serves(self, hits: Sequence[BlockList], hashes: Sequence[bytes]) -> bool:
+        """Whether a hit looked up earlier can still be taken. O(hit)."""
+        pairs = zip(self.single_type_managers, hits, strict=True)
+        return all(group.serves(blocks, hashes) for group, blocks in pairs)
+
+    def are_computed(self, hits: Sequence[BlockList]) -> bool:
+        """False if a state in the hit is only computed in this very step. O(groups)."""
+        pairs = zip(self.single_type_managers, hits, strict=True)
+        return all(group.is_computed(blocks) for group, blocks in pairs)
+
+    # -- one plan ------------------------------------------------------------------------------
+
+    def plan(self, request_id: str, hits: Sequence[BlockList], tokens: TokenRanges) -> list[int]:
+        """Free blocks that ``apply`` will take, per group. Read only. O(groups + hits)."""
+        pairs = zip(self.single_type_managers, hits, strict=True)
+        return [group.need(request_id, blocks, tokens) for group, blocks in pairs]
+
+    def plan_sequence(self, request_id: str, hits: Sequence[BlockList], tokens: TokenRanges) -> list[int]:
+        """Free blocks that reaching ``num_slots`` takes at most on the way, per group. Read only."""
+        pairs = zip(self.single_type_managers, hits, strict=True)
+        return [group.need_of_sequence(request_id, blocks, tokens, self._max_step) for group, blocks in pairs]
+
+    def plan_alone(self, num_slots: int, num_prompt_tokens: int, num_encoder_tokens: int) -> int:
+        """Blocks that a sequence takes at most when it has the cache for itself. O(groups)."""
+        tokens = TokenRanges(
+            num_local=0,
+            num_computed=0,
+            num_main=num_slots,
+            num_slots=num_slots,
+            num_prompt_tokens=num_prompt_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+        )
+        return sum(
+            group.need_of_sequence("", BlockList(), tokens, self._max_step) for group in self.single_type_managers
+        )
+
+    def releasable(self, request_id: str, num_processed: int, num_prompt_tokens: int) -> int:
+        """Blocks that ``release`` would free. Read only. O(newly dead)."""
+        return sum(
+            group.releasable(request_id, num_processed, num_prompt_tokens) for group in self.single_type_managers
+        )
+
+    # -- the deed ------------------------------------------------------------------------------
+
+    def apply(self, request_id: str, hits: Sequence[BlockList] | None, tokens: TokenRanges) -> list[BlockList]:
+        """Take what the plan said; gives what was appended for new tokens, per group. O(blocks).
+
+        ``hits`` start a request's tables (None: it has them). All groups' hits are touched before
+        any group allocates, so that no allocation evicts another group's hit.
+        """
+        groups = self.single_type_managers
+        if hits is not None:
+            for group, blocks in zip(groups, hits, strict=True):
+                group.adopt(request_id, blocks, tokens)
+        if tokens.num_computed > tokens.num_local:
+            for group in groups:
+                group.extend_loaded(request_id, tokens)
+        return [group.extend(request_id, tokens) for group in groups]
+
+    def step_ends(self, request_id: str, num_tokens: int) -> None:
+        """A step or a load leaves the state after ``num_tokens`` tokens. O(groups)."""
+        for group in self.single_type_managers:
+            group.step_ends(request_id, num_tokens)
+
+    def commit(self, request: RequestLike, num_tokens: int, junction: int) -> None:
+        """Offer every group's blocks up to ``num_tokens`` to the index. O(newly full blocks)."""
+        for group in self.single_type_managers:
+            group.commit(request, num_tokens, junction)
+
+    def release(self, request_id: str, num_processed: int, num_prompt_tokens: int, junction: int) -> None:
+        """Give back what no later token reads. O(groups + newly dead)."""
+        for group in self.single_type_managers:
+            group.release(request_id, num_processed, num_prompt_tokens, junction)
+
+    def free(self, request_id: str, num_processed: int, num_prompt_tokens: int, junction: int) -> None:
+        """Give back everything; what is dead by now goes where dead blocks go. O(blocks)."""
+        groups = self.single_type_managers
+        tables = [group.pop_table(request_id) for group in groups]
+        self.block_pool.free_tables(
+            tables,
+            [group.block_size for group in groups],
+            [
+                group.dead_for(table, num_processed, num_prompt_tokens)
+                for group, table in zip(groups, tables, strict=True)
+            ],
+            [group.useful_at(junction) for group in groups],
+        )
+
+    def pop(self, request_id: str) -> list[int]:
+        """Forget a request and hand its blocks out. O(blocks)."""
+        return self.block_pool.pop_tables([group.pop_table(request_id) for group in self.single_type_managers])
+
+    def get_blocks(self, request_id: str) -> list[BlockList]:
+        """Copies of the request's tables, sinks first (empty ones for an unknown request). O(blocks)."""
+        return [
+            BlockList(group.sink_blocks + group.tables[request_id].ids()) if request_id in group.tables else BlockList()
+            for group in self.single_type_managers
+        ]
+
+    def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
+        """Leading blocks that all requests hold, per group (0 where kernels cannot share them)."""
+        return [
+            self.block_pool.num_shared_by(group.tables[request_id], len(group.tables))
+            if group.spec.shared_prefix and request_id in group.tables
+            else 0
+            for group in self.single_type_managers
+        ]
+
+    def new_step_starts(self) -> None:
+        """What the step before was computing is computed now."""
+        for group in self.single_type_managers:
+            group.new_step_starts()
+
+    # -- bounds --------------------------------------------------------------------------------
+
+    def lowest_computed(self, request_id: str, num_prompt_tokens: int) -> int:
+        """The fewest computed tokens from which the request can go on. O(groups)."""
+        return max(
+            (group.lowest_computed(request_id, num_prompt_tokens) for group in self.single_type_managers), default=0
+        )
+
+    def num_slots(self, request_id: str) -> int:
+        """Token slots that the request's tables have. O(groups)."""
+        return min(
+            (group.spec.num_slots(len(group.tables[request_id])) for group in self.single_type_managers),
+            default=UNBOUNDED,
+        )
+
+    def quiet_until(self, request_id: str, num_prompt_tokens: int, commits: bool) -> int:
+        """The highest token count up to which an allocation changes nothing. O(groups)."""
+        return min(
+            (group.quiet_until(request_id, num_prompt_tokens, commits) for group in self.single_type_managers),
+            default=UNBOUNDED,
+        )
+
+    # -- loads that failed ---------------------------------------------------------------------
+
+    def holders_of(self, block_ids: set[int]) -> dict[str, int]:
+        """Which requests hold any of the blocks, and the first token of the first one. O(held blocks)."""
+        first: dict[str, int] = {}
+        for group in self.single_type_managers:
+            for request_id, table in group.tables.items():
+                for position, block_id in enumerate(table.ids()):
+                    if block_id in block_ids:
+                        token = position * group.block_size
+                        first[request_id] = min(first.get(request_id, token), token)
+                        break
+        return first
+
+    def blocks_from(self, request_id: str, token: int) -> set[int]:
+        """The blocks of a request that hold tokens from ``token`` on. O(blocks)."""
+        return {
+            block_id
+            for group in self.single_type_managers
+            for block_id in group.tables[request_id].ids(token // group.block_size)
+            if block_id
+        }
+
+    def uncommit(self, request_id: str, token: int) -> None:
+        """Tokens from ``token`` on will be computed and committed again. O(groups)."""
+        for group in self.single_type_managers:
+            group.uncommit(request_id, token // group.block_size)

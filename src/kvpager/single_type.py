@@ -1,0 +1,399 @@
+"""SingleTypeKVCacheManager: one group's block tables, driven by its attention kind.
+
+It decides nothing about admission; the coordinator asks every group the same questions and then
+tells all of them to act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .attention import AttentionSpec, Mamba, SinkAttention, ceil_div
+from .events import MEDIUM_GPU, BlockStored
+from .pool import NULL_BLOCK, BlockList, BlockPool
+from .request import RequestLike
+
+__all__ = ["SingleTypeKVCacheManager", "TokenRanges"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRanges:
+    """The tokens that one allocation speaks of, as ends of half-open ranges::
+
+        computed | new hits | external | new | lookahead
+                            ^          ^     ^           ^
+                  num_local |          |     |           | num_slots (≤ max_model_len)
+                          num_computed |     | num_main
+    """
+
+    num_local: int
+    num_computed: int
+    num_main: int
+    num_slots: int
+    num_prompt_tokens: int
+    num_encoder_tokens: int = 0
+
+
+class SingleTypeKVCacheManager:
+    """The tables of one group.
+
+    ``stride`` is how many hash blocks one of its blocks spans; ``alignment`` (tokens) is what hits
+    of the whole cache are multiples of; ``is_eagle`` groups accept a hit only if one block more
+    would hit too.
+    """
+
+    def __init__(
+        self,
+        group_id: int,
+        spec: AttentionSpec,
+        pool: BlockPool,
+        *,
+        stride: int,
+        alignment: int,
+        is_eagle: bool,
+        retention_interval: int | None,
+    ) -> None:
+        self.group_id = group_id
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.tables: dict[str, BlockList] = {}
+        self.is_align = isinstance(spec, Mamba) and spec.mode == "align"
+        # A state is all that a Mamba group needs at L, drafts or not.
+        self.hit_margin = spec.block_size if is_eagle and not isinstance(spec, Mamba) else 0
+        self.sink_blocks = pool.reserve(spec.num_sink_blocks) if isinstance(spec, SinkAttention) else []
+        self.stride = stride
+        self._pool = pool
+        self._alignment = alignment
+        self._commit_margin = spec.block_size if is_eagle else 0
+        self._checkpoint_interval = self._interval(retention_interval)
+        # Mamba only: blocks whose state this very step computes (no hit yet).
+        self._fresh: set[int] = set()
+        # Align only: by request with a running state, positions at whose end a step ended, not committed yet.
+        self._states: dict[str, list[int]] = {}
+
+    def _interval(self, retention_interval: int | None) -> int | None:
+        """Tokens between two hit lengths whose blocks are worth caching; None: all blocks are."""
+        spec = self.spec
+        if retention_interval is not None and spec.sparse_retention:
+            interval = retention_interval
+        elif spec.caches_only_useful:
+            interval = self._alignment
+        else:
+            return None
+        far = self._alignment * (ceil_div(spec.lag or 0, self._alignment) + 2)
+        needed = self.needed_for_hit(far)
+        return None if 0 < interval <= len(needed) * spec.block_size else interval
+
+    # -- questions about hits ------------------------------------------------------------------
+
+    def needed_for_hit(self, num_tokens: int) -> range:
+        """Positions that must be cached for a hit of ``num_tokens``, the EAGLE block included. O(1)."""
+        needed = self.spec.needed_for_hit(num_tokens)
+        return range(needed.start, (num_tokens + self.hit_margin) // self.block_size)
+
+    def lookup(self, hashes: Sequence[bytes], num_tokens: int) -> BlockList:
+        """The blocks of a hit that ``needed_for_hit`` has been found for; dead positions are null. O(hit)."""
+        needed = self.spec.needed_for_hit(num_tokens)
+        return self._pool.lookup(self.group_id, hashes, self.stride, needed.start, needed.stop)
+
+    def serves(self, hits: BlockList, hashes: Sequence[bytes]) -> bool:
+        """Whether a hit looked up earlier can still be taken. O(hit)."""
+        return self._pool.serves(hits, self.group_id, hashes, self.stride)
+
+    def is_computed(self, hits: BlockList) -> bool:
+        """False if the state to start from is only computed in this very step. O(1)."""
+        return not self._fresh or not len(hits) or hits[len(hits) - 1] not in self._fresh
+
+    # -- the plan: what an allocation takes from the free blocks -------------------------------
+
+    def need(self, request_id: str, hits: BlockList, tokens: TokenRanges) -> int:
+        """Free blocks that ``adopt`` and the two ``extend`` will take. O(hits) at admission, else O(1)."""
+        table = self.tables.get(request_id)
+        length = len(hits) if table is None else len(table)
+        dead = self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens)
+        need = self._evictable(hits, dead) if table is None else 0
+        if tokens.num_computed > tokens.num_local:
+            loaded = self._growth(length, tokens.num_computed, tokens.num_encoder_tokens, dead, 0, False)
+            need += loaded.num_new
+            length += loaded.num_positions
+        return need + self._growth_to_slots(request_id, length, tokens, dead).num_new
+
+    def need_of_sequence(self, request_id: str, hits: BlockList, tokens: TokenRanges, max_step: int) -> int:
+        """Free blocks that the sequence takes at most on its way from ``num_computed`` to ``num_slots``
+        tokens in steps of up to ``max_step``. O(hits) at admission.
+
+        Over the token counts n at which a step may start: blocks held during that step, less the hits
+        that others hold now, less what the request holds itself.
+        """
+        table = self.tables.get(request_id)
+        length = len(hits) if table is None else len(table)
+        if self.is_align:
+            return self._need_of_states(table, hits, tokens)
+        needs = []
+        last = max(tokens.num_computed, tokens.num_slots - max_step)
+        for start in self.spec.step_starts_to_check(tokens.num_computed, last, tokens.num_prompt_tokens):
+            dead = self.spec.dead(start - self.spec.release_delay, tokens.num_prompt_tokens)
+            slots = min(start + max_step, tokens.num_slots)
+            need = self._growth(
+                length, slots, tokens.num_encoder_tokens, dead, self.spec.release_delay, False
+            ).num_new
+            if table is None:
+                need += self._evictable(hits, dead)
+            else:
+                need -= self._pool.count_exclusive(table, max(dead.start, table.num_released), dead.stop)
+            needs.append(need)
+        return max(0, *needs)
+
+    def _need_of_states(self, table: BlockList | None, hits: BlockList, tokens: TokenRanges) -> int:
+        """An align group holds the state before, the running one and the speculative ones."""
+        speculative = self.spec.release_delay
+        if table is not None:
+            held = sum(block_id != NULL_BLOCK for block_id in table.ids(table.num_released))
+            return max(0, min(2, ceil_div(tokens.num_slots, self.block_size)) + speculative - held)
+        evictable = self._evictable(hits, self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens))
+        ahead = ceil_div(tokens.num_slots, self.block_size) - len(hits)
+        return max(evictable + 1, min(2, ahead)) + speculative
+
+    def releasable(self, request_id: str, num_processed: int, num_prompt_tokens: int) -> int:
+        """Blocks that ``release`` would add to the free ones. O(newly dead)."""
+        table = self.tables.get(request_id)
+        if table is None:
+            return 0
+        dead = self.spec.dead(num_processed - self.spec.release_delay, num_prompt_tokens)
+        return self._pool.count_exclusive(table, max(dead.start, table.num_released), dead.stop)
+
+    def _evictable(self, hits: BlockList, dead: range) -> int:
+        count = self._pool.count_evictable
+        return count(hits, 0, min(dead.start, len(hits))) + count(hits, dead.stop, len(hits))
+
+    def _growth(
+        self, length: int, num_tokens: int, num_encoder_tokens: int, dead: range, speculative: int, running: bool
+    ) -> _Growth:
+        """How a table of ``length`` positions grows to serve ``num_tokens``. O(1)."""
+        positions = self.spec.num_positions(num_tokens, num_encoder_tokens)
+        goal = positions - self.spec.release_delay + speculative
+        if goal <= length:
+            return _NO_GROWTH
+        if self.is_align:
+            # Only the running state and the speculative ones get memory. The speculative blocks
+            # of the last step move along; what lies between is nobody's state.
+            first = goal - speculative - 1
+            nulls = max(0, first - length)
+            moved = max(0, min(length, first) - (length - speculative)) if running else 0
+            return _Growth(0, nulls, moved, goal - length - nulls - moved)
+        null_start = min(max(dead.start, length), goal)
+        null_stop = min(max(dead.stop, null_start), goal)
+        return _Growth(null_start - length, null_stop - null_start, 0, goal - null_stop)
+
+    def _growth_to_slots(self, request_id: str, length: int, tokens: TokenRanges, dead: range) -> _Growth:
+        # Drafts have no state layers: look-ahead slots are not for align groups.
+        num_tokens = tokens.num_main if self.is_align else tokens.num_slots
+        running = request_id in self._states
+        return self._growth(length, num_tokens, tokens.num_encoder_tokens, dead, self.spec.release_delay, running)
+
+    # -- the deed: cannot fail once the plan has been found to fit -----------------------------
+
+    def adopt(self, request_id: str, hits: BlockList, tokens: TokenRanges) -> None:
+        """Start the request's table with a hit; what is dead at ``num_computed`` becomes null. O(hits)."""
+        table = self.tables[request_id] = BlockList()
+        dead = self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens)
+        null_start, null_stop = min(dead.start, len(hits)), min(dead.stop, len(hits))
+        self._pool.adopt(table, hits, 0, null_start)
+        self._pool.extend_null(table, null_stop - null_start)
+        self._pool.adopt(table, hits, null_stop, len(hits))
+        table.num_committed = len(hits)
+        table.num_released = dead.stop
+
+    def extend_loaded(self, request_id: str, tokens: TokenRanges) -> None:
+        """Append blocks for the external tokens. O(blocks)."""
+        table = self.tables[request_id]
+        dead = self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens)
+        self._grow(
+            table, self._growth(len(table), tokens.num_computed, tokens.num_encoder_tokens, dead, 0, False)
+        )
+
+    def extend(self, request_id: str, tokens: TokenRanges) -> BlockList:
+        """Append blocks for the new and lookahead tokens; gives the positions appended. O(blocks)."""
+        table = self.tables[request_id]
+        length = len(table)
+        dead = self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens)
+        self._grow(table, self._growth_to_slots(request_id, length, tokens, dead))
+        if self.is_align:
+            self._states.setdefault(request_id, [])
+        return table.slice(length, len(table))
+
+    def _grow(self, table: BlockList, growth: _Growth) -> None:
+        note = self.spec.reads_whole_blocks
+        if growth.before:
+            self._pool.extend(table, growth.before, note)
+        if growth.nulls:
+            self._pool.extend_null(table, growth.nulls)
+        first_moved = len(table) - growth.nulls - self.spec.release_delay
+        for position in range(first_moved, first_moved + growth.moved):
+            self._pool.move(table, position)
+        if growth.after:
+            self._pool.extend(table, growth.after, note)
+
+    def release(self, request_id: str, num_processed: int, num_prompt_tokens: int, junction: int) -> None:
+        """Give back what no later token reads. O(newly dead)."""
+        table = self.tables.get(request_id)
+        if table is None:
+            return
+        dead = self.spec.dead(num_processed - self.spec.release_delay, num_prompt_tokens)
+        start, stop = max(dead.start, table.num_released), min(dead.stop, len(table))
+        if start < stop:
+            self._pool.release(table, start, stop, self.useful_at(junction))
+            table.num_released = stop
+
+    def useful_at(self, junction: int) -> range:
+        """Positions that a hit at the junction will need. O(1)."""
+        return self.needed_for_hit(junction) if junction else range(0)
+
+    def pop_table(self, request_id: str) -> BlockList:
+        """Forget the request; its blocks are the caller's to give back. O(1)."""
+        self._states.pop(request_id, None)
+        return self.tables.pop(request_id, None) or BlockList()
+
+    def dead_for(self, table: BlockList, num_processed: int, num_prompt_tokens: int) -> range:
+        """Positions of a table that no later token would read. O(1)."""
+        dead = self.spec.dead(num_processed, num_prompt_tokens)
+        return range(dead.start, min(dead.stop, len(table)))
+
+    # -- the index -----------------------------------------------------------------------------
+
+    def step_ends(self, request_id: str, num_tokens: int) -> None:
+        """Note that a step (or a load) ends with the state after ``num_tokens``. O(1)."""
+        if self.is_align and num_tokens % self.block_size == 0:
+            self._states.setdefault(request_id, []).append(num_tokens // self.block_size - 1)
+
+    def commit_stop(self, num_tokens: int) -> int:
+        """Positions that may be in the index with ``num_tokens`` computed: aligned, flagged groups one more."""
+        aligned = num_tokens // self._alignment * self._alignment
+        if aligned and self._commit_margin:
+            aligned = min(num_tokens, aligned + self._commit_margin)
+        return aligned // self.block_size
+
+    def commit(self, request: RequestLike, num_tokens: int, junction: int) -> None:
+        """Offer the blocks up to ``num_tokens`` to the index. O(newly full blocks)."""
+        table = self.tables[request.request_id]
+        start, stop = table.num_committed, self.commit_stop(num_tokens)
+        if start >= stop:
+            return
+        table.num_committed = stop
+        worth: Iterator[range] = self._worth_caching(start, stop, request.num_prompt_tokens, junction)
+        if self.is_align:
+            worth = self._where_steps_ended(request.request_id, stop, list(worth))
+        for positions in worth:
+            runs = self._pool.commit(
+                table, self.group_id, request.block_hashes, self.stride, positions.start, positions.stop
+            )
+            if isinstance(self.spec, Mamba):
+                self._fresh.update(table.ids(positions.start, positions.stop))
+            if self._pool.logs_events:
+                self._log_stored(request, runs)
+        self._fresh.discard(NULL_BLOCK)
+
+    def _where_steps_ended(self, request_id: str, stop: int, worth: list[range]) -> Iterator[range]:
+        ended = self._states.get(request_id, [])
+        self._states[request_id] = [position for position in ended if position >= stop]
+        for position in sorted(set(ended)):
+            if any(position in positions for positions in worth):
+                yield range(position, position + 1)
+
+    def _worth_caching(self, start: int, stop: int, num_prompt_tokens: int, junction: int) -> Iterator[range]:
+        """The parts of [start, stop) that a hit can use, in order. O(parts)."""
+        interval = self._checkpoint_interval
+        if interval is None:
+            yield range(start, stop)
+            return
+        lengths = {junction} if junction else set()
+        if interval:
+            first = (max(0, start * self.block_size - self.hit_margin) // interval + 1) * interval
+            # A hit beyond this one needs nothing before ``stop``.
+            last = (stop + 1) * self.block_size + (self.spec.lag or 0)
+            lengths.update(range(first, last + 1, interval))
+        if interval != self._alignment:
+            lengths.add((num_prompt_tokens - 1) // self._alignment * self._alignment)
+        for length in sorted(lengths - {0}):
+            needed = self.needed_for_hit(length)
+            if max(start, needed.start) < min(stop, needed.stop):
+                yield range(max(start, needed.start), min(stop, needed.stop))
+                start = min(stop, needed.stop)
+
+    def _log_stored(self, request: RequestLike, runs: Sequence[range]) -> None:
+        hashes, size, stride = request.block_hashes, self.block_size, self.stride
+        for run in runs:
+            self._pool.log(
+                BlockStored(
+                    block_hashes=[hashes[(position + 1) * stride - 1] for position in run],
+                    parent_block_hash=hashes[run.start * stride - 1] if run.start else None,
+                    token_ids=list(request.all_token_ids[run.start * size : run.stop * size]),
+                    block_size=size,
+                    lora_id=request.lora_id,
+                    medium=MEDIUM_GPU,
+                    lora_name=request.lora_name,
+                    extra_keys=[request.extra_keys(p * size, (p + 1) * size) for p in run],
+                    group_idx=self.group_id,
+                )
+            )
+
+    def uncommit(self, request_id: str, position: int) -> None:
+        """Everything from ``position`` on has to be computed and committed again. O(1)."""
+        table = self.tables[request_id]
+        table.num_committed = min(table.num_committed, position)
+        if request_id in self._states:
+            self._states[request_id] = [ended for ended in self._states[request_id] if ended < position]
+
+    def new_step_starts(self) -> None:
+        """The states of the step before are computed now."""
+        self._fresh.clear()
+
+    # -- bounds --------------------------------------------------------------------------------
+
+    def lowest_computed(self, request_id: str, num_prompt_tokens: int) -> int:
+        """The fewest computed tokens from which the request can go on with the blocks it still has. O(1)."""
+        table = self.tables[request_id]
+        if self.spec.lag is None or table.num_released <= self.spec.first_mortal_block(num_prompt_tokens):
+            return 0
+        return table.num_released * self.block_size + self.spec.lag
+
+    def quiet_until(self, request_id: str, num_prompt_tokens: int, commits: bool) -> int:
+        """The highest token count (lookahead included) up to which an allocation changes nothing. O(1)."""
+        table, size = self.tables[request_id], self.block_size
+        until = self.spec.num_slots(len(table))
+        if commits:
+            until = min(until, self._next_commit(table.num_committed) - 1)
+        if self.spec.lag is not None:
+            released = max(table.num_released, self.spec.first_mortal_block(num_prompt_tokens)) * size
+            next_release = (released // self.spec.span + 1) * self.spec.span
+            until = min(until, next_release + self.spec.lag + self.spec.release_delay)
+        return until
+
+    def _next_commit(self, committed: int) -> int:
+        """The token count at which position ``committed`` may enter the index."""
+        end = (committed + 1) * self.block_size
+        if not self._commit_margin:
+            return ceil_div(end, self._alignment) * self._alignment
+        return max(end, max(1, ceil_div(end - self._commit_margin, self._alignment)) * self._alignment)
+
+
+class _Growth(NamedTuple):
+    """What is appended to a table, in this order."""
+
+    before: int
+    nulls: int
+    moved: int
+    after: int
+
+    @property
+    def num_new(self) -> int:
+        return self.before + self.after
+
+    @property
+    def num_positions(self) -> int:
+        return self.before + self.nulls + self.moved + self.after
+
+
+_NO_GROWTH = _Growth(0, 0, 0, 0)
