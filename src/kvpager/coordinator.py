@@ -77,15 +77,15 @@ class KVCacheCoordinator:
         if not self.can_hit:
             return self.no_match()
         cap = min(max_tokens, len(hashes) * self._hash_size)
-        prefixes = {
-            ids[0]: group.block_size * self.block_pool.prefix_length(ids, hashes, group.stride, cap // group.block_size)
-            for group, ids in self._lookups
-            if group.spec.needs_whole_prefix
-        }
+        prefixes: dict[int, BlockList] = {}
+        for group, ids in self._lookups:
+            if group.spec.needs_whole_prefix:
+                found = self.block_pool.prefix(ids, hashes, group.stride, cap // group.block_size)
+                prefixes.update(zip(ids, found, strict=True))
         length, shared, agreeing = cap // self.alignment * self.alignment, 0, 0
         for group, ids in cycle(self._lookups):
-            limit = max(0, min(length, prefixes.get(ids[0], cap) - group.hit_margin))
-            accepted = limit // self.alignment * self.alignment
+            limit = len(prefixes[ids[0]]) * group.block_size if ids[0] in prefixes else cap
+            accepted = max(0, min(length, limit - group.hit_margin)) // self.alignment * self.alignment
             if ids[0] not in prefixes:
                 shared = shared or length
                 accepted = self._longest_run(group, ids, hashes, accepted)
@@ -93,7 +93,12 @@ class KVCacheCoordinator:
             length = accepted
             if agreeing == len(self._lookups):
                 break
-        hits = tuple(group.lookup(hashes, length) for group in self.single_type_managers)
+        hits = tuple(
+            prefixes[group.group_id].slice(0, length // group.block_size)
+            if group.group_id in prefixes
+            else group.lookup(hashes, length)
+            for group in self.single_type_managers
+        )
         return Match(length, hits, shared if prefixes and shared > length else 0)
 
     def _longest_run(

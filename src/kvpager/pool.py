@@ -147,13 +147,16 @@ class BlockPool:
 
     # -- look-ups: read only -------------------------------------------------------------------
 
-    def prefix_length(self, groups: Sequence[int], hashes: Sequence[bytes], stride: int, stop: int) -> int:
-        """How many of the first ``stop`` positions are cached in all groups, without a gap. O(answer)."""
+    def prefix(self, groups: Sequence[int], hashes: Sequence[bytes], stride: int, stop: int) -> list[BlockList]:
+        """Per group, the oldest copies of the leading positions (of ``stop``) that all groups have. O(answer)."""
+        found: list[list[int]] = [[] for _ in groups]
         for position in range(stop):
-            block_hash = hashes[(position + 1) * stride - 1]
-            if any((group, block_hash) not in self._index for group in groups):
-                return position
-        return stop
+            copies = [self._index.get((group, hashes[(position + 1) * stride - 1])) for group in groups]
+            if not all(copies):
+                break
+            for blocks, ids in zip(found, copies, strict=True):
+                blocks.append(ids[0] if ids else NULL_BLOCK)
+        return [BlockList(blocks) for blocks in found]
 
     def run_start(self, groups: Sequence[int], hashes: Sequence[bytes], stride: int, start: int, stop: int) -> int:
         """The smallest p ≥ start such that positions [p, stop) are all cached in all groups. O(stop - p)."""
