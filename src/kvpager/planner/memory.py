@@ -106,8 +106,8 @@ class AttentionMemory:
         """The kind for people."""
         names = {
             "full": "full",
-            "sliding": "sliding window",
-            "chunked": "chunked local",
+            "sliding": "window",
+            "chunked": "chunked",
             "mla": "MLA",
             "cross": "cross",
         }

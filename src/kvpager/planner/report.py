@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.table import Table
@@ -78,18 +79,23 @@ def as_table(plan: Plan, lengths: Sequence[int]) -> RenderableType:
 def _layout(plan: Plan) -> Table:
     options = plan.options
     title = f"{plan.model_type}: one rank of tensor parallel {options.tensor_parallel}, "
-    table = Table(title=f"{title}pipeline parallel {options.pipeline_parallel}", title_justify="left")
-    table.add_column("layers", overflow="fold")
-    for column in ("count", "heads", "size", "dtype", "each keeps", "block", "groups", "unused"):
-        table.add_column(column, justify="right", overflow="fold")
+    table = Table(
+        title=f"{title}pipeline parallel {options.pipeline_parallel}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+    )
+    for column in ("layers", "heads", "size", "dtype", "keeps", "block", "groups", "empty", "unused"):
+        table.add_column(column, justify="left" if column == "layers" else "right", no_wrap=True)
     for groups in kinds(plan):
-        first = groups[0]
-        count, unused = sum(len(group.layers) for group in groups), 1 - first.used_page_bytes / first.spec.page_bytes
+        first, count = groups[0], sum(len(group.layers) for group in groups)
+        empty = sum(plan.grouping.padding_layers(group) for group in groups)
+        unused = 1 - first.used_page_bytes / first.spec.page_bytes
         table.add_row(
-            first.memory.label,
-            str(count),
+            f"{count} {first.memory.label}",
             *_kept(first),
-            _group_sizes(plan, groups),
+            f"{len(groups)}x{plan.grouping.pages_per_block}",
+            str(empty or "-"),
             f"{unused:.1%}" if unused else "-",
         )
     return table
@@ -99,16 +105,11 @@ def _kept(group: Group) -> tuple[str, str, str, str, str]:
     """Heads, size of each, dtype, bytes, and what a block holds."""
     memory = group.memory
     if isinstance(memory, AttentionMemory):
-        kept = f"{format_bytes(memory.token_bytes)}/token"
+        kept = f"{format_bytes(memory.token_bytes)}/tok"
         return str(memory.num_heads), str(memory.head_size), memory.dtype.name, kept, f"{group.spec.block_size} tok"
     shapes = "\n".join("x".join(map(str, tensor.shape)) for tensor in memory.tensors)
     dtypes = "\n".join(SHORT_DTYPES[tensor.dtype] for tensor in memory.tensors)
     return "-", shapes, dtypes, format_bytes(memory.state_bytes), "1 state"
-
-
-def _group_sizes(plan: Plan, groups: Sequence[Group]) -> str:
-    padding = sum(plan.grouping.padding_layers(group) for group in groups)
-    return f"{len(groups)}x{plan.grouping.pages_per_block}" + (f" ({padding} empty)" if padding else "")
 
 
 def _costs(plan: Plan) -> Table:

@@ -18,7 +18,7 @@ def mamba1(config: ModelConfig, rank: Rank, *, channels: int, state_size: int, k
     """Mamba 1: one state row for each channel; channels are split among ranks."""
     channels = rank.share(channels, "Mamba channels")
     return StateMemory(
-        label="Mamba 1 state",
+        label="Mamba 1",
         tensors=(_conv(rank, channels, kernel), _recurrent(config, rank, (channels, state_size))),
     )
 
@@ -46,7 +46,7 @@ def mamba2(
     heads, groups = rank.share(num_heads, "Mamba heads"), _groups(rank, num_groups)
     conv_channels = rank.share(channels, "Mamba channels") + 2 * groups * state_size
     return StateMemory(
-        label="Mamba 2 state",
+        label="Mamba 2",
         tensors=(
             _conv(rank, conv_channels, kernel),
             _recurrent(config, rank, (heads, head_dim, state_size), default_dtype),
@@ -61,7 +61,7 @@ def gated_delta_net(config: ModelConfig, rank: Rank) -> StateMemory:
     key_dim, value_dim = config.integer("linear_key_head_dim"), config.integer("linear_value_head_dim")
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return StateMemory(
-        label="gated delta net state",
+        label="delta net",
         tensors=(
             _conv(rank, channels, config.integer("linear_conv_kernel_dim")),
             _recurrent(config, rank, (value_heads, value_dim, key_dim)),
@@ -71,9 +71,7 @@ def gated_delta_net(config: ModelConfig, rank: Rank) -> StateMemory:
 
 def short_conv(rank: Rank, *, channels: int, kernel: int) -> StateMemory:
     """A short convolution (LFM2): nothing recurrent."""
-    return StateMemory(
-        label="short convolution state", tensors=(_conv(rank, rank.share(channels, "channels"), kernel),)
-    )
+    return StateMemory(label="short conv", tensors=(_conv(rank, rank.share(channels, "channels"), kernel),))
 
 
 def _groups(rank: Rank, num_groups: int) -> int:
@@ -90,5 +88,8 @@ def _conv(rank: Rank, channels: int, kernel: int) -> StateTensor:
 
 def _recurrent(config: ModelConfig, rank: Rank, shape: tuple[int, ...], default: str | None = None) -> StateTensor:
     named = next((config.fields[f] for f in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype") if config.has(f)), None)
-    dtype = rank.state_dtype or named or default or rank.model_dtype
+    dtype = rank.state_dtype or named or default
+    if dtype is None:
+        dtype = rank.model_dtype
+        config.notes.append(f"recurrent states counted in the model's {dtype}: the file names no other dtype for them")
     return StateTensor(name="recurrent", shape=shape, dtype=str(dtype).removeprefix("torch."))
