@@ -188,9 +188,9 @@ class BlockPool:
         return sum(self._refs[block_id] == 1 for block_id in blocks._ids[start:stop])
 
     def num_shared_by(self, blocks: BlockList, num_holders: int) -> int:
-        """Leading blocks that exactly ``num_holders`` refer to. O(answer)."""
+        """Leading blocks that ``num_holders`` requests refer to (outsiders do not count). O(answer)."""
         for position, block_id in enumerate(blocks._ids):
-            if self._refs[block_id] != num_holders:
+            if self._refs[block_id] - self._outside[block_id] != num_holders:
                 return position
         return len(blocks)
 
