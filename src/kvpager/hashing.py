@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
+from . import _native
 from .config import CacheConfig
 from .errors import ConfigError, InvalidRequestError
 from .extra_keys import ExtraKey
@@ -28,13 +27,14 @@ __all__ = [
     "TokenIds",
     "hash_blocks",
     "root_hash",
-    "token_array",
+    "token_list",
 ]
 
 HASH_BYTES = 32
 MAX_TOKEN_ID = 2**32 - 1
 
 Algorithm = Literal["sha256", "sha256_cbor"]
+_ALGORITHMS: tuple[Algorithm, ...] = ("sha256", "sha256_cbor")
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any] | memoryview
 """A list or tuple of ints, or anything with the buffer protocol: `array`, NumPy, memoryview."""
 
@@ -59,16 +59,15 @@ def hash_blocks(
     whatever else doesn't fit. O(tokens).
     """
     _check_block_size(block_size)
-    hash_one = _HASH_ONE[_check_algorithm(algorithm)]
-    tokens = token_array(token_ids)
-    num_blocks = len(tokens) // block_size
-    last = root_hash(algorithm=algorithm) if parent is None else _check_parent(parent)
-    keys = _check_extra_keys(extra_keys, num_blocks)
-    hashes = []
-    for index in range(num_blocks):
-        last = hash_one(last, tokens[index * block_size : (index + 1) * block_size], keys[index] if keys else ())
-        hashes.append(last)
-    return hashes
+    cbor = _check_algorithm(algorithm) == "sha256_cbor"
+    first = root_hash(algorithm=algorithm) if parent is None else _check_parent(parent)
+    suffixes = None if extra_keys is None else _suffixes(extra_keys, cbor)
+    return _native.hash_chain(token_ids, block_size, first, suffixes, cbor)
+
+
+def token_list(token_ids: TokenIds) -> list[int]:
+    """Token ids as a new list of ints, checked. Raises ``InvalidRequestError``; O(tokens)."""
+    return _native.token_list(token_ids)
 
 
 def root_hash(*, namespace: str = "", seed: str | bytes | None = None, algorithm: Algorithm = "sha256") -> bytes:
@@ -130,73 +129,16 @@ class BlockHasher:
         )
 
 
-def token_array(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
-    """Token ids as a flat uint32 array, checked. Raises ``InvalidRequestError``; O(tokens)."""
-    if isinstance(token_ids, (list, tuple, range)):
-        return _from_sequence(token_ids)
-    try:
-        view = memoryview(token_ids)  # type: ignore[arg-type]
-    except (TypeError, ValueError, BufferError):
-        if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
-            return _from_sequence(list(token_ids))
-        raise InvalidRequestError(
-            f"token_ids must be a list of ints, an array or a buffer of integers, got {type(token_ids).__name__}; "
-            f"convert it first (a tensor: .cpu().numpy())"
-        ) from None
-    return _from_buffer(np.asarray(view))
-
-
-def _from_sequence(token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
-    if set(map(type, token_ids)) <= {int}:
-        try:
-            return np.frombuffer(array("I", token_ids), np.uint32) if token_ids else np.empty(0, np.uint32)
-        except OverflowError:
-            pass
-    values = np.empty(len(token_ids), np.uint32)
-    for index, token in enumerate(token_ids):
-        values[index] = _check_token(index, token)
-    return values
-
-
-def _check_token(index: int, token: object) -> int:
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise InvalidRequestError(f"token_ids[{index}] is {token!r}, a {type(token).__name__}; token ids are integers")
-    value = int(token.__index__())
-    if not 0 <= value <= MAX_TOKEN_ID:
-        raise InvalidRequestError(f"token_ids[{index}] is {value}; token ids go from 0 to {MAX_TOKEN_ID}")
-    return value
-
-
-def _from_buffer(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise InvalidRequestError(
-            f"a buffer of token ids must be one-dimensional and hold integers, got {values.ndim} dimensions of "
-            f"dtype {values.dtype}"
-        )
-    wrong = (values < 0) if values.dtype.kind == "i" else np.zeros(len(values), np.bool_)
-    if values.dtype.itemsize > 4:
-        wrong = wrong | (values > MAX_TOKEN_ID)
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        _check_token(index, int(values[index]))
-    return np.ascontiguousarray(values, np.uint32)
-
-
-def _sha256_block(parent: bytes, tokens: npt.NDArray[np.uint32], keys: Sequence[ExtraKey]) -> bytes:
-    # Both counts stand in front of what they count: no message is another one's beginning.
-    message = parent + struct.pack("<II", len(tokens), len(keys)) + tokens.astype("<u4", copy=False).tobytes()
-    for key in keys:
-        message += struct.pack("<B", key.kind) + _prefixed(key.payload)
-    return hashlib.sha256(message).digest()
+def _suffix(keys: Sequence[ExtraKey], cbor: bool) -> bytes:
+    """What stands behind a block's tokens in its message: the extra keys, encoded."""
+    if cbor:
+        return _cbor([key.plain for key in keys]) if keys else b"\xf6"  # null
+    fields = (struct.pack("<B", key.kind) + _prefixed(key.payload) for key in keys)
+    return struct.pack("<I", len(keys)) + b"".join(fields)
 
 
 def _prefixed(payload: bytes) -> bytes:
     return struct.pack("<I", len(payload)) + payload
-
-
-def _sha256_cbor_block(parent: bytes, tokens: npt.NDArray[np.uint32], keys: Sequence[ExtraKey]) -> bytes:
-    extra = _cbor([key.plain for key in keys]) if keys else b"\xf6"  # null
-    return hashlib.sha256(b"\x83" + _cbor(parent) + _cbor(tokens.tolist()) + extra).digest()
 
 
 def _cbor(value: object) -> bytes:
@@ -252,8 +194,8 @@ def _check_block_size(block_size: object) -> None:
 
 
 def _check_algorithm(algorithm: Algorithm) -> Algorithm:
-    if algorithm not in _HASH_ONE:
-        raise ConfigError(f"unknown hash algorithm {algorithm!r}; there are {', '.join(_HASH_ONE)}")
+    if algorithm not in _ALGORITHMS:
+        raise ConfigError(f"unknown hash algorithm {algorithm!r}; there are {', '.join(_ALGORITHMS)}")
     return algorithm
 
 
@@ -263,24 +205,18 @@ def _check_parent(parent: object) -> bytes:
     return parent
 
 
-def _check_extra_keys(extra_keys: ExtraKeysPerBlock | None, num_blocks: int) -> list[Sequence[ExtraKey]]:
-    if extra_keys is None:
-        return []
-    if len(extra_keys) != num_blocks:
-        raise InvalidRequestError(
-            f"extra_keys has {len(extra_keys)} entries for {num_blocks} full blocks; give one for each (None: no keys)"
-        )
-    keys = [block_keys or () for block_keys in extra_keys]
-    for index, block_keys in enumerate(keys):
-        if not isinstance(block_keys, (tuple, list)) or not all(isinstance(key, ExtraKey) for key in block_keys):
+def _suffixes(extra_keys: ExtraKeysPerBlock, cbor: bool) -> list[bytes]:
+    suffixes: list[bytes] = []
+    last: Sequence[ExtraKey] | None = None
+    for index, keys in enumerate(extra_keys):
+        if suffixes and keys is last:  # a LoRA's blocks share one tuple
+            suffixes.append(suffixes[-1])
+            continue
+        if keys is not None and not (isinstance(keys, (tuple, list)) and all(isinstance(k, ExtraKey) for k in keys)):
             raise InvalidRequestError(
-                f"extra_keys[{index}] must hold ExtraKey objects, got {block_keys!r}; make them with LoRA, "
+                f"extra_keys[{index}] must hold ExtraKey objects, got {keys!r}; make them with LoRA, "
                 f"MultiModalItem, PromptEmbeds or cache_salt_key"
             )
-    return keys
-
-
-_HASH_ONE: dict[str, Callable[[bytes, npt.NDArray[np.uint32], Sequence[ExtraKey]], bytes]] = {
-    "sha256": _sha256_block,
-    "sha256_cbor": _sha256_cbor_block,
-}
+        suffixes.append(_suffix(keys or (), cbor))
+        last = keys
+    return suffixes

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from .errors import InvalidRequestError
 from .extra_keys import ContentKeys, LoRA, MultiModalItem, PlainKey, PromptEmbeds
-from .hashing import HASH_BYTES, BlockHasher, TokenIds, token_array
+from .hashing import HASH_BYTES, MAX_TOKEN_ID, BlockHasher, TokenIds, token_list
 
 __all__ = ["Request", "RequestLike", "RequestStatus"]
 
@@ -212,10 +212,10 @@ class Request:
         O(tokens + new blocks). Raises ``InvalidRequestError`` and changes nothing for what is not
         a token id.
         """
-        tokens = token_array(cast(TokenIds, [token_ids] if _is_integer(token_ids) else token_ids))
+        tokens = _output_tokens(token_ids)
         self.num_tokens += len(tokens)
         if self.has_token_ids:
-            self.all_token_ids.extend(tokens.tolist())
+            self.all_token_ids += tokens
             self._extend_block_hashes()
 
     def extra_keys(self, block_start: int, block_end: int) -> tuple[PlainKey, ...] | None:
@@ -228,14 +228,11 @@ class Request:
 
     def _extend_block_hashes(self) -> None:
         hasher = self._block_hasher
-        if hasher is None:
+        if hasher is None or self.num_tokens < (len(self.block_hashes) + 1) * hasher.hash_size:
             return
-        first = len(self.block_hashes)
-        num_new = self.num_tokens // hasher.hash_size - first
-        if num_new <= 0:
-            return
-        tokens = self.all_token_ids[first * hasher.hash_size : (first + num_new) * hasher.hash_size]
-        keys = self._content.for_blocks(first, num_new, hasher.hash_size)
+        first, size = len(self.block_hashes), hasher.hash_size
+        tokens = self.all_token_ids[first * size :] if first else self.all_token_ids
+        keys = self._content.for_blocks(first, self.num_tokens // size - first, size)
         self.block_hashes += hasher.extend(self.block_hashes, tokens, keys)
 
     def __repr__(self) -> str:
@@ -245,13 +242,19 @@ class Request:
         )
 
 
+def _output_tokens(token_ids: int | Sequence[int]) -> list[int]:
+    if type(token_ids) is int and 0 <= token_ids <= MAX_TOKEN_ID:  # nearly every call of a decode step
+        return [token_ids]
+    return token_list(cast(TokenIds, [token_ids] if _is_integer(token_ids) else token_ids))
+
+
 def _prompt_tokens(request_id: str, token_ids: TokenIds | None, content: ContentKeys) -> list[int]:
     embeds = content.prompt_embeds
     if token_ids is None:
         if embeds is None:
             raise InvalidRequestError(f"request {request_id!r} has neither prompt_token_ids nor prompt_embeds")
         return [0] * len(embeds)
-    tokens: list[int] = token_array(token_ids).tolist()
+    tokens: list[int] = token_list(token_ids)
     if embeds is not None and len(embeds) != len(tokens):
         raise InvalidRequestError(
             f"request {request_id!r} has {len(tokens)} prompt tokens, but {len(embeds)} prompt embeddings; "

@@ -21,11 +21,15 @@ from kvpager.config import CacheConfig
 from kvpager.errors import ConfigError, InvalidRequestError, KVPagerError
 from kvpager.extra_keys import ContentKeys, ExtraKey, LoRA, MultiModalItem, PromptEmbeds, cache_salt_key
 from kvpager.hashing import BlockHasher, root_hash
+from model import block_hashes
 
 HashBlocks = Callable[..., list[bytes]]
 
 # Every test that hashes runs against the package and against the plain-Python model of it.
-IMPLEMENTATIONS = [pytest.param(hashing.hash_blocks, id="package")]
+IMPLEMENTATIONS = [
+    pytest.param(hashing.hash_blocks, id="package"),
+    pytest.param(block_hashes.hash_blocks, id="model"),
+]
 each_implementation = pytest.mark.parametrize("hash_blocks", IMPLEMENTATIONS)
 each_algorithm = pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
 
@@ -55,7 +59,7 @@ def contents(draw: st.DrawFn) -> ContentKeys:
 @each_implementation
 class TestLayout:
     def test_plain_block_is_two_compressions(self, hash_blocks: HashBlocks) -> None:
-        message = PARENT + struct.pack("<II16I", 16, 0, *range(16))
+        message = PARENT + struct.pack("<I16II", 16, *range(16), 0)
         assert len(message) <= 119
         assert hash_blocks(range(16), block_size=16, parent=PARENT) == [hashlib.sha256(message).digest()]
 

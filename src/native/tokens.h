@@ -1,0 +1,59 @@
+// Token ids out of whatever Python has: a list or tuple of ints, or a buffer of integers.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace kvpager {
+
+// One prompt's token ids. A buffer is read in place, a list is converted once.
+// Made and destroyed with the GIL; everything else needs none.
+class Tokens {
+public:
+    static constexpr size_t npos = std::numeric_limits<size_t>::max();
+
+    // Throws InvalidRequestError for what holds no token ids.
+    explicit Tokens(nanobind::handle source);
+    ~Tokens();
+    Tokens(const Tokens&) = delete;
+    Tokens& operator=(const Tokens&) = delete;
+
+    size_t size() const { return size_; }
+
+    // Writes tokens [first, first + count) to `out`. Returns the index of the first one that is
+    // no token id, or npos.
+    size_t load(size_t first, size_t count, uint32_t* out) const { return load_(*this, first, count, out); }
+
+    // The first index from `first` on that holds no token id, or npos.
+    size_t find_bad(size_t first) const;
+
+    // Throws the InvalidRequestError that names the token at `index`. Needs the GIL.
+    [[noreturn]] void refuse(size_t index) const;
+
+private:
+    using Load = size_t (*)(const Tokens&, size_t, size_t, uint32_t*);
+    template <typename Item, bool swapped>
+    static size_t load_items(const Tokens& tokens, size_t first, size_t count, uint32_t* out);
+    template <typename Item>
+    static Load pick(bool swapped);
+
+    void take_sequence(PyObject* sequence);
+    void take_buffer();
+    static Load loader_for(const Py_buffer& view);
+
+    size_t size_ = 0;
+    const char* data_ = nullptr;
+    ptrdiff_t stride_ = 0;
+    Load load_ = nullptr;
+    Py_buffer view_{};                // obj is null unless a buffer is held
+    std::vector<uint32_t> converted_;
+};
+
+// A new list of exact ints: checked token ids. Throws InvalidRequestError.
+nanobind::list token_list(nanobind::handle source);
+
+}  // namespace kvpager
