@@ -1,7 +1,7 @@
 """What changed in the prefix-cache index, for routers and indexers.
 
-The structs have vLLM's wire form (msgspec arrays, tagged with the class name), so that a consumer
-of its events reads these too. Order of events = order of changes: whoever applies them to a set
+The structs have vLLM's wire form (msgspec maps, tagged with the class name), so that a consumer of
+its events reads these too. Order of events = order of changes: whoever applies them to a set
 of (hash, group) always holds exactly what is in the index.
 """
 
@@ -17,7 +17,7 @@ MEDIUM_GPU = "GPU"
 """Where the blocks of the pool live, as events name it."""
 
 
-class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """One unbroken run of blocks entered the index, each the first copy of its hash.
 
     ``block_hashes``, the ``token_ids`` (``block_size`` a block; empty where the request's tokens are
@@ -38,7 +38,7 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """The last copies of these hashes left the index."""
 
     block_hashes: list[bytes]
@@ -46,7 +46,7 @@ class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     group_idx: int | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Every hash left the index at once."""
 
 

@@ -149,12 +149,14 @@ class SingleTypeKVCacheManager:
     def _need_of_states(self, table: BlockList | None, hits: BlockList, tokens: TokenRanges) -> int:
         """An align group holds the state before, the running one and the speculative ones."""
         speculative = self.spec.release_delay
-        if table is not None:
-            held = sum(block_id != NULL_BLOCK for block_id in table.ids(table.num_released))
-            return max(0, min(2, ceil_div(tokens.num_slots, self.block_size)) + speculative - held)
-        evictable = self._evictable(hits, self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens))
-        ahead = ceil_div(tokens.num_slots, self.block_size) - len(hits)
-        return max(evictable + 1, min(2, ahead)) + speculative
+        goal = ceil_div(tokens.num_slots, self.block_size)
+        if table is None:
+            evictable = self._evictable(hits, self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens))
+            start = evictable + (tokens.num_computed > tokens.num_local)  # the hit's state, or a loaded one
+            ahead = goal - ceil_div(tokens.num_computed, self.block_size)
+            return max(start + min(1, ahead), min(2, ahead)) + speculative
+        held = sum(block_id != NULL_BLOCK for block_id in table.ids(table.num_released))
+        return max(0, 2 + speculative - held) if goal > len(table) - speculative else 0
 
     def releasable(self, request_id: str, num_processed: int, num_prompt_tokens: int) -> int:
         """Blocks that ``release`` would add to the free ones. O(newly dead)."""
