@@ -227,7 +227,7 @@ class KVCacheManager:
         if (
             holding is not None
             and holding.request is request
-            and num_new_tokens > 0
+            and num_new_tokens > 0 <= num_lookahead_tokens
             and holding.lowest <= (computed := request.num_computed_tokens)
             and computed + num_new_tokens + num_lookahead_tokens <= holding.quiet_until
             and not (num_external_computed_tokens or num_new_computed_tokens or delay_cache_blocks)
@@ -318,9 +318,10 @@ class KVCacheManager:
         token to recompute: set its ``num_computed_tokens`` to that, or, if it is 0 because what it would
         go on from is gone, free it and start over. O(blocks held).
         """
-        bad = set(block_ids)
-        for block_id in bad:
+        bad = set()
+        for block_id in block_ids:
             self.block_pool.ref_count(block_id)  # refuses ids that are not in the pool
+            bad.add(block_id)
         firsts: dict[str, int] = {}
         while (found := self.coordinator.holders_of(bad)) != firsts:
             # Later blocks of a holder are garbage too, and so is what others built on those.
