@@ -59,7 +59,12 @@ BY_HAND = {
     # states: convolution 3 x (2 x 16 x 128 + 32 x 128) and 32 x 128 x 128 values of 2 bytes;
     # attention 2 x 2 x 256 x 2 = 2048 bytes a token, so a page of 544 tokens holds a state (34 x 16)
     "qwen3-next-80b-a3b": Expected(
-        long=12 * 2048, short=12 * 2048, fixed=36 * 2 * 544 * 2048, state=49152 + 1048576, page=544 * 2048, groups=[12] * 4
+        long=12 * 2048,
+        short=12 * 2048,
+        fixed=36 * 2 * 544 * 2048,
+        state=49152 + 1048576,
+        page=544 * 2048,
+        groups=[12] * 4,
     ),
     "gemma-2-9b": Expected(
         long=21 * 8192, short=42 * 8192, fixed=21 * 257 * 16 * 8192, page=16 * 8192, groups=[21, 21]
@@ -73,9 +78,7 @@ BY_HAND = {
     ),
     "gpt-oss-20b": Expected(long=12 * 2048, short=24 * 2048, fixed=12 * 9 * 16 * 2048, page=32768, groups=[12, 12]),
     # the last token of a chunk of 8192 still reads all of it: 512 blocks
-    "llama-4-scout": Expected(
-        long=12 * 4096, short=48 * 4096, fixed=3 * 12 * 8192 * 4096, page=65536, groups=[12] * 4
-    ),
+    "llama-4-scout": Expected(long=12 * 4096, short=48 * 4096, fixed=3 * 12 * 8192 * 4096, page=65536, groups=[12] * 4),
     # (512 + 64) x 2 bytes, once for all heads
     "deepseek-v2-lite": Expected(long=27 * 1152, short=27 * 1152, fixed=0, page=16 * 1152, groups=[27]),
     "deepseek-v3": Expected(long=61 * 1152, short=61 * 1152, fixed=0, page=16 * 1152, groups=[61]),
@@ -95,23 +98,35 @@ BY_HAND = {
         groups=[3] * 9 + [2, 3],
     ),
     "granite-4.0-h-small": Expected(
-        long=4 * 4096, short=4 * 4096, fixed=36 * 2 * 528 * 4096, state=50688 + 2097152, page=528 * 4096, groups=[4] * 10
+        long=4 * 4096,
+        short=4 * 4096,
+        fixed=36 * 2 * 528 * 4096,
+        state=50688 + 2097152,
+        page=528 * 4096,
+        groups=[4] * 10,
     ),
     # 8 groups: 3 x (8192 + 2 x 8 x 128) values of 2 bytes; its recurrent states are float32
     "nemotron-h-8b": Expected(
-        long=4 * 4096, short=4 * 4096, fixed=24 * 2 * 1040 * 4096, state=61440 + 4194304, page=1040 * 4096, groups=[4] * 7
+        long=4 * 4096,
+        short=4 * 4096,
+        fixed=24 * 2 * 1040 * 4096,
+        state=61440 + 4194304,
+        page=1040 * 4096,
+        groups=[4] * 7,
     ),
     # each of 36 layers has both: 512 bytes a token, and 3 x (1536 + 2 x 128) and 24 x 64 x 128 values
     "falcon-h1-0.5b": Expected(
         long=36 * 512, short=36 * 512, fixed=36 * 2 * 800 * 512, state=10752 + 393216, page=800 * 512, groups=[36, 36]
     ),
     # 2 x 2048 values a state, a quarter of a page of 16 tokens
-    "lfm2-1.2b": Expected(long=6 * 2048, short=6 * 2048, fixed=12 * 2 * 16 * 2048, state=8192, page=32768, groups=[5, 5, 6]),
+    "lfm2-1.2b": Expected(
+        long=6 * 2048, short=6 * 2048, fixed=12 * 2 * 16 * 2048, state=8192, page=32768, groups=[5, 5, 6]
+    ),
     # 1500 audio tokens: 94 blocks
     "whisper-large-v3": Expected(
         long=32 * 5120, short=32 * 5120, fixed=32 * 94 * 16 * 5120, page=16 * 5120, groups=[32, 32]
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
@@ -369,7 +384,7 @@ def test_defaults_of_the_model_type_are_noted() -> None:
         (fields("whisper-large-v3", max_source_positions=...), "max_source_positions"),
         (fields("whisper-large-v3", decoder_layers=...), "decoder_layers"),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing_or_unknown_is_named(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         planned(config)

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import ConfigError
 from .plan import DEFAULT_LENGTHS, Plan, PlanOptions, plan
 from .plot import plot_plan
 from .report import as_json, as_table
@@ -41,26 +40,22 @@ def plan_command(
     plot: Annotated[Path | None, typer.Option(help="Draw memory against length to FILE.png or .svg.")] = None,
 ) -> None:
     """How a model's KV cache is laid out, what it costs per token and request, and how much fits."""
-    try:
-        options = PlanOptions(
-            memory_bytes=parse_bytes(memory),
-            weights_bytes=parse_bytes(weights_memory),
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            kv_dtype=kv_dtype,
-            state_dtype=state_dtype,
-            state_mode=state_mode,  # type: ignore[arg-type]  # PlanOptions checks it
-            block_size=block_size,
-            max_model_len=parse_tokens(max_model_len) if max_model_len else None,
-            max_step=parse_tokens(max_step),
-        )
-        planned = plan(config, options)
-        at = _lengths(lengths, planned)
-        if plot is not None:
-            plot_plan(planned, plot)
-    except ConfigError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+    options = PlanOptions(
+        memory_bytes=parse_bytes(memory),
+        weights_bytes=parse_bytes(weights_memory),
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        kv_dtype=kv_dtype,
+        state_dtype=state_dtype,
+        state_mode=state_mode,  # type: ignore[arg-type]  # PlanOptions checks it
+        block_size=block_size,
+        max_model_len=parse_tokens(max_model_len) if max_model_len else None,
+        max_step=parse_tokens(max_step),
+    )
+    planned = plan(config, options)
+    at = _lengths(lengths, planned)
+    if plot is not None:
+        plot_plan(planned, plot)
     if as_json_object:
         typer.echo(json.dumps(as_json(planned, at)))
     else:

@@ -13,8 +13,9 @@ missing (and all that a state is short of a page) is padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..attention import AttentionSpec, ceil_div
 from ..attention.mamba import MambaMode
@@ -23,10 +24,15 @@ from ..errors import ConfigError
 from .memory import AttentionMemory, Layer, StateMemory
 from .need import blocks_of_request
 
+Memory = AttentionMemory | StateMemory
+Kinds = dict[Memory, tuple[Layer, ...]]
+
 __all__ = ["Group", "Grouping", "group_layers", "pipeline_ranks"]
 
-TOLERANCE = 0.05
-"""How much more than the cheapest grouping a request may cost for the sake of fewer groups."""
+SHORT_LENGTH = 1024
+MAY_COST_MORE = {"long": 1.05, "short": 1.15}
+"""How much more than the cheapest grouping a request may cost, for the sake of fewer groups: at the model's
+longest and at a short length. Each group costs time in every step, padding costs memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class Group:
     used_page_bytes: int
 
     @property
-    def memory(self) -> AttentionMemory | StateMemory:
+    def memory(self) -> Memory:
         """What each of the layers keeps."""
         return self.layers[0].memory
 
@@ -104,35 +110,59 @@ def group_layers(
     max_step: int,
     num_encoder_tokens: int,
 ) -> Grouping:
-    """The groups in which a request of ``max_model_len`` tokens costs least, with few groups.
+    """Few groups in which a request costs little, at short and at long context.
 
-    Every number of layers a group could have is tried; among those within ``TOLERANCE`` of the
-    cheapest, the one with the fewest groups is taken. O(layers^2).
+    Every number of layers a group could have is tried. Among those that cost hardly more than the
+    cheapest (``MAY_COST_MORE``), the one with the fewest groups is taken. O(layers^2).
     """
     kinds = _kinds(layers)
     specs, page_bytes = _equal_pages(kinds, block_size, state_mode)
-    blocks = {
-        memory: blocks_of_request(spec, max_model_len, max_step, num_encoder_tokens) for memory, spec in specs.items()
-    }
-    choices = []
-    for size in range(1, max(map(len, kinds.values())) + 1):
-        parts = [part for same in kinds.values() for part in _split(same, size)]
-        pages, rank = _fullest(parts, ranks)
-        cost = pages * sum(blocks[part[0].memory] for part in parts)
-        choices.append((cost, len(parts), pages, rank, parts))
-    cheapest = min(cost for cost, *_ in choices)
-    within = [choice for choice in choices if choice[0] <= cheapest * (1 + TOLERANCE)]
-    _, _, pages, rank, parts = min(within, key=lambda choice: (choice[1], choice[0]))
+    blocks = [
+        {memory: blocks_of_request(spec, length, max_step, num_encoder_tokens) for memory, spec in specs.items()}
+        for length in (min(SHORT_LENGTH, max_model_len), max_model_len)
+    ]
+    choices = [_choice(kinds, size, ranks, blocks) for size in range(1, max(map(len, kinds.values())) + 1)]
+    choice = _cheap_with_few_groups(choices)
     groups = tuple(
         Group(layers=part, spec=specs[part[0].memory], used_page_bytes=_used(part[0].memory, specs[part[0].memory]))
-        for part in parts
+        for part in choice.parts
     )
-    return Grouping(groups=groups, page_bytes=page_bytes, pages_per_block=pages, rank=rank)
+    return Grouping(groups=groups, page_bytes=page_bytes, pages_per_block=choice.pages_per_block, rank=choice.rank)
 
 
-def _kinds(layers: Iterable[Layer]) -> dict[AttentionMemory | StateMemory, tuple[Layer, ...]]:
+class _Choice(NamedTuple):
+    """A way to group; costs in pages of a request."""
+
+    parts: list[tuple[Layer, ...]]
+    pages_per_block: int
+    rank: range
+    short_cost: int
+    long_cost: int
+
+
+def _choice(kinds: Kinds, size: int, ranks: Sequence[range], blocks: Sequence[Mapping[Memory, int]]) -> _Choice:
+    parts = [part for same in kinds.values() for part in _split(same, size)]
+    pages, rank = _fullest(parts, ranks)
+    short, long = (pages * sum(held[part[0].memory] for part in parts) for held in blocks)
+    return _Choice(parts, pages, rank, short, long)
+
+
+def _cheap_with_few_groups(choices: Sequence[_Choice]) -> _Choice:
+    cheapest_short = min(choice.short_cost for choice in choices)
+    cheapest_long = min(choice.long_cost for choice in choices)
+
+    def excess(choice: _Choice) -> float:
+        """Above 1: costs more than it may."""
+        short, long = choice.short_cost / cheapest_short, choice.long_cost / cheapest_long
+        return max(short / MAY_COST_MORE["short"], long / MAY_COST_MORE["long"])
+
+    allowed = max(1, min(map(excess, choices)))
+    return min((c for c in choices if excess(c) <= allowed), key=lambda c: (len(c.parts), excess(c)))
+
+
+def _kinds(layers: Iterable[Layer]) -> Kinds:
     """Layers that keep the same thing, in the order of their first layer."""
-    kinds: dict[AttentionMemory | StateMemory, tuple[Layer, ...]] = {}
+    kinds: Kinds = {}
     for layer in layers:
         kinds[layer.memory] = (*kinds.get(layer.memory, ()), layer)
     return kinds
@@ -155,8 +185,8 @@ def _fullest(parts: Sequence[tuple[Layer, ...]], ranks: Sequence[range]) -> tupl
 
 
 def _equal_pages(
-    kinds: Iterable[AttentionMemory | StateMemory], block_size: int, state_mode: MambaMode
-) -> tuple[dict[AttentionMemory | StateMemory, AttentionSpec], int]:
+    kinds: Iterable[Memory], block_size: int, state_mode: MambaMode
+) -> tuple[dict[Memory, AttentionSpec], int]:
     """A spec for each kind, all with the same page.
 
     The page is that of the attention kind with the most bytes per token, in as many base blocks as
@@ -168,7 +198,7 @@ def _equal_pages(
     page = base * max(1, ceil_div(state_bytes, base)) if base else state_bytes
     sizes = {memory: _block_size(memory, page, block_size) for memory in attention}
     states_every = math.lcm(block_size, *sizes.values())
-    specs: dict[AttentionMemory | StateMemory, AttentionSpec] = {}
+    specs: dict[Memory, AttentionSpec] = {}
     for memory in kinds:
         if isinstance(memory, AttentionMemory):
             specs[memory] = memory.spec(sizes[memory], page)
@@ -185,5 +215,5 @@ def _block_size(memory: AttentionMemory, page: int, block_size: int) -> int:
     return multiple * block_size
 
 
-def _used(memory: AttentionMemory | StateMemory, spec: AttentionSpec) -> int:
+def _used(memory: Memory, spec: AttentionSpec) -> int:
     return memory.token_bytes * spec.block_size if isinstance(memory, AttentionMemory) else memory.state_bytes

@@ -186,7 +186,7 @@ def plan(config: str | Path | Mapping[str, Any], options: PlanOptions) -> Plan:
         layers=layers,
         grouping=grouping,
         cache_config=_cache_config(grouping, options),
-        notes=tuple(model.notes),
+        notes=tuple(dict.fromkeys(model.notes)),
     )
 
 
