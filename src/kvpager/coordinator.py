@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from .attention import CrossAttention
 from .attention.base import UNBOUNDED
 from .config import CacheConfig, check_eagle
 from .errors import InvariantError
@@ -56,9 +55,8 @@ class KVCacheCoordinator:
         )
         self._hash_size = config.hash_size
         self._max_step = max_num_batched_tokens
+        # A cache that can never hit commits nothing either: entries that nobody can hit only mislead.
         self.can_hit = caching and bool(config.specs) and all(spec.can_hit for spec in config.specs)
-        # A cache with an encoder's blocks commits nothing: the decoder's blocks depend on them.
-        self.commits = caching and not any(isinstance(spec, CrossAttention) for spec in config.specs)
         self.hit_margin = max((group.hit_margin for group in self.single_type_managers), default=0)
         self._lookups = self._same_spec_together()
         self._no_hits = tuple(BlockList() for _ in config.specs)
@@ -220,7 +218,9 @@ class KVCacheCoordinator:
 
     def pop(self, request_id: str) -> list[int]:
         """Forget a request and hand its blocks out. O(blocks)."""
-        return self.block_pool.pop_tables([group.pop_table(request_id) for group in self.single_type_managers])
+        groups = self.single_type_managers
+        tables = [group.pop_table(request_id) for group in groups]
+        return self.block_pool.pop_tables(tables, [group.block_size for group in groups])
 
     def get_blocks(self, request_id: str) -> list[BlockList]:
         """Copies of the request's tables, sinks first (empty ones for an unknown request). O(blocks)."""
@@ -287,6 +287,10 @@ class KVCacheCoordinator:
             for block_id in group.tables[request_id].ids(token // group.block_size)
             if block_id
         }
+
+    def can_resume(self, request_id: str, token: int, num_prompt_tokens: int) -> bool:
+        """Whether the request's blocks allow to compute it again from ``token`` on. O(blocks)."""
+        return all(group.can_resume(request_id, token, num_prompt_tokens) for group in self.single_type_managers)
 
     def uncommit(self, request_id: str, token: int) -> None:
         """Tokens from ``token`` on will be computed and committed again. O(groups)."""

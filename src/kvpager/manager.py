@@ -430,9 +430,9 @@ class KVCacheManager:
         lists = [BlockList(block.block_id for block in group) for group in blocks]
         return KVCacheBlocks(self.block_pool, lists) if any(map(len, lists)) else self.empty_kv_cache_blocks
 
-    def live_request_ids(self) -> list[str]:
-        """Ids of the requests that hold blocks. O(requests)."""
-        return list(self._holdings)
+    def live_requests(self) -> list[RequestLike]:
+        """The requests that hold blocks. O(requests)."""
+        return [holding.request for holding in self._holdings.values()]
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -601,7 +601,7 @@ class KVCacheManager:
         self.coordinator.commit(holding.request, num_tokens, holding.junction)
 
     def _commits(self, holding: _Holding) -> bool:
-        return self.coordinator.commits and not holding.is_stale
+        return self.coordinator.can_hit and not holding.is_stale
 
     def _release(self, holding: _Holding, num_processed: int, num_prompt_tokens: int) -> None:
         self.coordinator.release(holding.request.request_id, num_processed, num_prompt_tokens, holding.junction)
@@ -617,10 +617,11 @@ class KVCacheManager:
 
     def _recompute_from(self, request_id: str, token: int) -> int:
         holding = self._holdings[request_id]
+        can_resume = self.coordinator.can_resume(request_id, token, holding.request.num_prompt_tokens)
         self.coordinator.uncommit(request_id, token)
         holding.commit_limit = None
         self._find_bounds(holding)
-        return token if token >= holding.lowest else 0
+        return token if can_resume else 0
 
     def _forget(self, request: RequestLike) -> _Holding | None:
         holding = self._holdings.get(request.request_id)

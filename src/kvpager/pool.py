@@ -264,14 +264,24 @@ class BlockPool:
             merged = sorted(entry for blocks in freed for entry in blocks)
             self._give_back([(block_id, gone) for *_, block_id, gone in merged])
 
-    def pop_tables(self, tables: Sequence[BlockList]) -> list[int]:
-        """Hand a request's blocks (no nulls) to the caller, who returns them with ``free_blocks``. O(blocks)."""
-        popped = [block_id for table in tables for block_id in table._ids if block_id != NULL_BLOCK]
+    def pop_tables(self, tables: Sequence[BlockList], block_sizes: Sequence[int]) -> list[int]:
+        """Hand a request's blocks (no nulls) to the caller, who returns them with ``free_blocks``. O(blocks).
+
+        The reverse of the order in which `free_tables` gives back.
+        """
+        popped = [
+            ((position + 1) * block_size, -group, block_id)
+            for group, (table, block_size) in enumerate(zip(tables, block_sizes, strict=True))
+            for position, block_id in enumerate(table._ids)
+            if block_id != NULL_BLOCK
+        ]
+        if self.eviction_order != "recency":
+            popped.sort()
         for table in tables:
             table._ids.clear()
-        for block_id in popped:
+        for *_, block_id in popped:
             self._count(block_id, 0, outside=1)
-        return popped
+        return [block_id for *_, block_id in popped]
 
     def commit(
         self, table: BlockList, group: int, hashes: Sequence[bytes], stride: int, start: int, stop: int
@@ -349,6 +359,7 @@ class BlockPool:
         self._index.clear()
         self._hashes = [None] * self.num_blocks
         self._useful = bytearray(self.num_blocks)
+        self._append_recent_to_first_out()
         if self._residency:
             self._residency.reset()
         if self._events is not None:
@@ -461,6 +472,16 @@ class BlockPool:
         self.generation += 1
         if self._residency:
             self._residency.evicted(block_id)
+
+    def _append_recent_to_first_out(self) -> None:
+        """Blocks of the recent list carry no hash any more: they go before whatever is cached from now on."""
+        first, last = self._next[self._recent], self._prev[self._recent]
+        if first == self._recent:
+            return
+        before = self._prev[self._first_out]
+        self._next[before], self._prev[first] = first, before
+        self._next[last], self._prev[self._first_out] = self._first_out, last
+        self._next[self._recent] = self._prev[self._recent] = self._recent
 
     def _unlink(self, block_id: int) -> None:
         before, after = self._prev[block_id], self._next[block_id]

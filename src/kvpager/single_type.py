@@ -341,6 +341,17 @@ class SingleTypeKVCacheManager:
                 )
             )
 
+    def can_resume(self, request_id: str, token: int, num_prompt_tokens: int) -> bool:
+        """Whether what tokens from ``token`` on read is there, and so is what they write. O(blocks)."""
+        table = self.tables[request_id]
+        if self.is_align:  # the state that it goes on from must be the one after exactly ``token`` tokens
+            return not token or (
+                token % self.block_size == 0
+                and self._pool.block_hash(table[token // self.block_size - 1]) is not None
+            )
+        dead = self.spec.dead(token, num_prompt_tokens)
+        return NULL_BLOCK not in table.ids(0, dead.start) + table.ids(dead.stop)
+
     def uncommit(self, request_id: str, position: int) -> None:
         """Everything from ``position`` on has to be computed and committed again. O(1)."""
         table = self.tables[request_id]
