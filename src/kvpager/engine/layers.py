@@ -7,7 +7,7 @@ keep a state, and in what shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from ..config import CacheConfig, GroupSpec
 from ..errors import ConfigError
 from .storage import TensorShape
 
-__all__ = ["CachedLayer", "cache_config_for", "cached_layers"]
+__all__ = ["CachedLayer", "cache_config_for", "cached_layers", "is_attention_layer", "is_state_layer"]
 
 LayerKind = Literal["full", "latent", "window", "chunked", "state"]
 
@@ -28,19 +28,16 @@ LayerKind = Literal["full", "latent", "window", "chunked", "state"]
 class CachedLayer:
     """One thing that one layer keeps: keys and values, or a state.
 
-    A layer that has both (Falcon-H1) is listed twice. ``reach`` is the window or the chunk in tokens.
+    A layer that has both (Falcon-H1) is listed twice. ``name`` is what a cache configuration (``kvpager plan`` too)
+    calls it: its module, as in ``layers.3.self_attn``. ``reach`` is the window or the chunk in tokens.
     ``tensors`` are what is kept for one token (attention) or the whole state.
     """
 
     index: int
+    name: str
     kind: LayerKind
     tensors: tuple[TensorShape, ...]
     reach: int = 0
-
-    @property
-    def name(self) -> str:
-        """The name that the layer has in a cache configuration."""
-        return f"layers.{self.index}.{'state' if self.kind == 'state' else 'attention'}"
 
     def page(self, block_size: int) -> tuple[TensorShape, ...]:
         """The tensors of a block: ``block_size`` tokens of each, or one state."""
@@ -72,15 +69,26 @@ def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
     with torch.inference_mode():
         model(input_ids=one_token, cache=cache, use_cache=True)
     kinds = getattr(config, "layer_types", None) or [""] * len(cache.layers)
-    latent = {module.layer_idx for module in model.modules() if hasattr(module, "expand_kv")}
+    state_modules, attention_modules = _modules(model, is_state_layer), _modules(model, is_attention_layer)
     layers: list[CachedLayer] = []
     for index, layer in enumerate(cache.layers):
         if states := _states(layer):
-            layers.append(CachedLayer(index=index, kind="state", tensors=states))
+            layers.append(CachedLayer(index=index, name=state_modules[index][0], kind="state", tensors=states))
         if getattr(layer, "keys", None) is not None:
-            kind, reach = _attention_kind(layer, kinds[index], index in latent)
-            layers.append(CachedLayer(index=index, kind=kind, tensors=_keys_and_values(layer), reach=reach))
+            name, module = attention_modules[index]
+            kind, reach = _attention_kind(layer, kinds[index], is_latent=hasattr(module, "expand_kv"))
+            layers.append(CachedLayer(index=index, name=name, kind=kind, tensors=_keys_and_values(layer), reach=reach))
     return tuple(layers)
+
+
+def is_state_layer(module: torch.nn.Module) -> bool:
+    """Whether this is a layer with a state: all of them begin with a short convolution."""
+    return hasattr(module, "layer_idx") and any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+
+
+def is_attention_layer(module: torch.nn.Module) -> bool:
+    """Whether this is a layer that calls an attention function."""
+    return hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups")
 
 
 def cache_config_for(
@@ -105,7 +113,18 @@ def cache_config_for(
     return CacheConfig(num_blocks=num_blocks, groups=groups, namespace=namespace)
 
 
-def _attention_kind(layer: object, layer_type: str, is_latent: bool) -> tuple[LayerKind, int]:
+def _modules(
+    model: torch.nn.Module, is_wanted: Callable[[torch.nn.Module], bool]
+) -> dict[int, tuple[str, torch.nn.Module]]:
+    """By layer index: the module and its name from ``layers.`` on."""
+    return {
+        module.layer_idx: (name[name.index("layers.") :], module)
+        for name, module in model.named_modules()
+        if is_wanted(module)
+    }
+
+
+def _attention_kind(layer: object, layer_type: str, *, is_latent: bool) -> tuple[LayerKind, int]:
     reach = getattr(layer, "sliding_window", None)
     if reach is None:
         return ("latent" if is_latent else "full"), 0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
+from ..attention import FullAttention
 from ..block_table import BlockTable
 from ..config import CacheConfig
+from ..errors import ConfigError
 from ..scheduler import SchedulerOutput
 from .attention import ATTENTION, LayerPages, PagedCache
 from .layers import CachedLayer
@@ -23,7 +26,8 @@ __all__ = ["ModelRunner"]
 class ModelRunner:
     """Runs ``model`` over the blocks of ``config``, at most ``max_num_running`` requests in a step.
 
-    Between steps the model is as it was: it may be called, and other runners may use it.
+    Between steps the model is as it was: it may be called, and other runners may use it. Raises ``ConfigError`` when
+    the cache is not one for this model.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class ModelRunner:
         max_num_running: int,
         max_model_len: int,
     ) -> None:
+        _check_fit(layers, config, max_model_len)
         self._model = model
         self._specs = config.specs
         block_sizes = [spec.block_size for spec in config.specs]
@@ -77,6 +82,19 @@ def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def _check_fit(layers: Sequence[CachedLayer], config: CacheConfig, max_model_len: int) -> None:
+    """The cache must keep exactly what the layers read: masks are made from its kinds."""
+    specs = {name: group.spec for group in config.groups for name in group.layer_names}
+    for layer in layers:
+        given = specs.get(layer.name)
+        if given is None:
+            raise ConfigError(f"the cache has no place for the model's {layer.name}; it has {', '.join(specs)}")
+        wanted = layer.spec(given.block_size)
+        never_outgrown = isinstance(given, FullAttention) and layer.reach >= max_model_len
+        if replace(given, page_bytes=wanted.page_bytes) != wanted and not never_outgrown:
+            raise ConfigError(f"{layer.name} of the model is {wanted}, but the cache has {given} for it")
 
 
 def _pages(layers: Sequence[CachedLayer], config: CacheConfig) -> dict[str, tuple[TensorShape, ...]]:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention import LayerPages, PagedCache
+from .layers import is_state_layer
 from .step import StateBatch
 
 __all__ = ["wrap_state_layers"]
@@ -71,10 +72,7 @@ class StateView:
 def wrap_state_layers(model: torch.nn.Module) -> None:
     """Let the model's state layers work on packs when their cache is a `PagedCache`. Once is enough."""
     for module in model.modules():
-        is_state_layer = hasattr(module, "layer_idx") and any(
-            isinstance(child, torch.nn.Conv1d) for child in module.children()
-        )
-        if is_state_layer and not hasattr(module.forward, "takes_packs"):
+        if is_state_layer(module) and not hasattr(module.forward, "takes_packs"):
             module.forward = _on_packs(module.forward, module.layer_idx)
 
 
