@@ -155,6 +155,7 @@ class KVCacheCoordinator:
         tokens = TokenRanges(
             num_local=0,
             num_computed=0,
+            num_start=0,
             num_main=num_slots,
             num_slots=num_slots,
             num_prompt_tokens=num_prompt_tokens,

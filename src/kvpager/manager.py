@@ -507,6 +507,7 @@ class KVCacheManager:
         return TokenRanges(
             num_local=local,
             num_computed=computed,
+            num_start=min(computed, request.num_tokens - 1),
             num_main=main,
             num_slots=min(main + num_lookahead, self.max_model_len),
             num_prompt_tokens=request.num_prompt_tokens,
@@ -590,6 +591,8 @@ class KVCacheManager:
             holding.commit_limit = min(limit, tokens.num_local)
             holding.load_end = tokens.num_computed
         else:
+            if holding.commit_limit is not None and request.num_computed_tokens <= holding.commit_limit:
+                holding.commit_limit = None  # what a load did not bring is computed here after all
             self._commit(holding, min(tokens.num_main, request.num_tokens))
         self._find_bounds(holding)
 

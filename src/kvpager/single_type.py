@@ -26,10 +26,14 @@ class TokenRanges:
                             ^          ^     ^           ^
                   num_local |          |     |           | num_slots (≤ max_model_len)
                           num_computed |     | num_main
+
+    ``num_start``, where computing goes on: ``num_computed``, but the sequence's last token at the latest, since
+    its logits are wanted. What is dead is dead as seen from there.
     """
 
     num_local: int
     num_computed: int
+    num_start: int
     num_main: int
     num_slots: int
     num_prompt_tokens: int
@@ -112,7 +116,7 @@ class SingleTypeKVCacheManager:
         """Free blocks that ``adopt`` and the two ``extend`` will take. O(hits) at admission, else O(1)."""
         table = self.tables.get(request_id)
         length = len(hits) if table is None else len(table)
-        dead = self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens)
+        dead = self.spec.dead(tokens.num_start, tokens.num_prompt_tokens)
         need = self._evictable(hits, dead) if table is None else 0
         if tokens.num_computed > tokens.num_local:
             loaded = self._growth(length, tokens.num_computed, tokens.num_encoder_tokens, dead, 0, False)
@@ -121,7 +125,7 @@ class SingleTypeKVCacheManager:
         return need + self._growth_to_slots(request_id, length, tokens, dead).num_new
 
     def need_of_sequence(self, request_id: str, hits: BlockList, tokens: TokenRanges, max_step: int) -> int:
-        """Free blocks that the sequence takes at most on its way from ``num_computed`` to ``num_slots``
+        """Free blocks that the sequence takes at most on its way from ``num_start`` to ``num_slots``
         tokens in steps of up to ``max_step``. O(hits) at admission.
 
         Over the token counts n at which a step may start: blocks held during that step, less the hits
@@ -132,8 +136,8 @@ class SingleTypeKVCacheManager:
         if self.is_align:
             return self._need_of_states(table, hits, tokens)
         needs = []
-        last = max(tokens.num_computed, tokens.num_slots - max_step)
-        for start in self.spec.step_starts_to_check(tokens.num_computed, last, tokens.num_prompt_tokens):
+        last = max(tokens.num_start, tokens.num_slots - max_step)
+        for start in self.spec.step_starts_to_check(tokens.num_start, last, tokens.num_prompt_tokens):
             dead = self.spec.dead(start - self.spec.release_delay, tokens.num_prompt_tokens)
             slots = min(start + max_step, tokens.num_slots)
             need = self._growth(
@@ -151,7 +155,7 @@ class SingleTypeKVCacheManager:
         speculative = self.spec.release_delay
         goal = ceil_div(tokens.num_slots, self.block_size)
         if table is None:
-            evictable = self._evictable(hits, self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens))
+            evictable = self._evictable(hits, self.spec.dead(tokens.num_start, tokens.num_prompt_tokens))
             start = evictable + (tokens.num_computed > tokens.num_local)  # the hit's state, or a loaded one
             ahead = goal - ceil_div(tokens.num_computed, self.block_size)
             return max(start + min(1, ahead), min(2, ahead)) + speculative
@@ -198,9 +202,9 @@ class SingleTypeKVCacheManager:
     # -- the deed: cannot fail once the plan has been found to fit -----------------------------
 
     def adopt(self, request_id: str, hits: BlockList, tokens: TokenRanges) -> None:
-        """Start the request's table with a hit; what is dead at ``num_computed`` becomes null. O(hits)."""
+        """Start the request's table with a hit; what is dead at ``num_start`` becomes null. O(hits)."""
         table = self.tables[request_id] = BlockList()
-        dead = self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens)
+        dead = self.spec.dead(tokens.num_start, tokens.num_prompt_tokens)
         null_start, null_stop = min(dead.start, len(hits)), min(dead.stop, len(hits))
         self._pool.adopt(table, hits, 0, null_start)
         self._pool.extend_null(table, null_stop - null_start)
@@ -211,7 +215,7 @@ class SingleTypeKVCacheManager:
     def extend_loaded(self, request_id: str, tokens: TokenRanges) -> None:
         """Append blocks for the external tokens. O(blocks)."""
         table = self.tables[request_id]
-        dead = self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens)
+        dead = self.spec.dead(tokens.num_start, tokens.num_prompt_tokens)
         self._grow(
             table, self._growth(len(table), tokens.num_computed, tokens.num_encoder_tokens, dead, 0, False)
         )
@@ -220,7 +224,7 @@ class SingleTypeKVCacheManager:
         """Append blocks for the new and lookahead tokens; gives the positions appended. O(blocks)."""
         table = self.tables[request_id]
         length = len(table)
-        dead = self.spec.dead(tokens.num_computed, tokens.num_prompt_tokens)
+        dead = self.spec.dead(tokens.num_start, tokens.num_prompt_tokens)
         self._grow(table, self._growth_to_slots(request_id, length, tokens, dead))
         if self.is_align:
             self._states.setdefault(request_id, [])
