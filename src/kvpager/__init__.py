@@ -33,7 +33,7 @@ from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from .hashing import BlockHasher, hash_blocks
 from .manager import Fit, KVCacheManager, Probe
 from .pool import BlockList, BlockPool
-from .request import Request, RequestLike, RequestStatus
+from .request import EventSource, Request, RequestLike, RequestStatus
 from .single_type import SingleTypeKVCacheManager
 from .stats import BlockResidency, PrefixCacheStats, ResidencySampler
 
@@ -54,6 +54,7 @@ __all__ = [
     "ConfigError",
     "CrossAttention",
     "DuplicateRequestError",
+    "EventSource",
     "Fit",
     "FullAttention",
     "GroupSpec",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -10,7 +10,7 @@ from .attention.base import UNBOUNDED
 from .config import CacheConfig, check_eagle
 from .errors import InvariantError
 from .pool import BlockList, BlockPool
-from .request import RequestLike
+from .request import EventSource, RequestLike
 from .single_type import SingleTypeKVCacheManager, TokenRanges
 
 __all__ = ["KVCacheCoordinator", "Match"]
@@ -33,7 +33,14 @@ class KVCacheCoordinator:
     """One manager per group over one pool. With any number of groups it is the same algorithm."""
 
     def __init__(
-        self, config: CacheConfig, pool: BlockPool, *, max_num_batched_tokens: int, use_eagle: bool, caching: bool
+        self,
+        config: CacheConfig,
+        pool: BlockPool,
+        *,
+        max_num_batched_tokens: int,
+        use_eagle: bool,
+        caching: bool,
+        event_source: Callable[[RequestLike], EventSource],
     ) -> None:
         flagged = frozenset(i for i, group in enumerate(config.groups) if group.is_eagle)
         eagle_groups = flagged or frozenset(range(len(config.groups)) if use_eagle else ())
@@ -50,6 +57,7 @@ class KVCacheCoordinator:
                 alignment=config.alignment,
                 is_eagle=group_id in eagle_groups,
                 retention_interval=config.retention_interval,
+                event_source=event_source,
             )
             for group_id, spec in enumerate(config.specs)
         )

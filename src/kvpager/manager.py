@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
 from .attention import CrossAttention
 from .blocks import Block, KVCacheBlocks
@@ -19,7 +20,7 @@ from .coordinator import KVCacheCoordinator, Match
 from .errors import ConfigError, DuplicateRequestError, InvalidRequestError, UnknownRequestError
 from .events import BlockStored, KVCacheEvent
 from .pool import BlockList, BlockPool, EvictionOrder
-from .request import RequestLike
+from .request import EventSource, RequestLike
 from .single_type import TokenRanges
 from .stats import PrefixCacheStats, ResidencySampler
 
@@ -83,12 +84,17 @@ class _Holding:
         self.quiet_until = -1
 
 
+def _itself(request: Any) -> Any:
+    return request
+
+
 class KVCacheManager:
     """The KV-cache manager of one engine.
 
     ``max_num_batched_tokens`` (default: ``max_model_len``) is the most tokens that one step computes for a
     request. ``watermark`` (0 ≤ w < 1) is the fraction of blocks that newcomers must leave free while
-    others run. ``residency`` follows sampled blocks. Raises ``ConfigError``.
+    others run. ``residency`` follows sampled blocks. ``event_source`` gives what events tell of a request, for
+    hosts whose requests do not say it themselves. Raises ``ConfigError``.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class KVCacheManager:
         watermark: float = 0.0,
         eviction_order: EvictionOrder = "dead_first",
         residency: ResidencySampler | None = None,
+        event_source: Callable[[Any], EventSource] = _itself,
     ) -> None:
         max_step = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
         _check_options(max_model_len, max_step, watermark)
@@ -128,6 +135,7 @@ class KVCacheManager:
             max_num_batched_tokens=max_step,
             use_eagle=use_eagle,
             caching=enable_caching,
+            event_source=event_source,
         )
         self.empty_kv_cache_blocks = KVCacheBlocks(self.block_pool, [BlockList() for _ in config.groups])
         self._holdings: dict[str, _Holding] = {}

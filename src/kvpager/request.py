@@ -12,7 +12,7 @@ from .errors import InvalidRequestError
 from .extra_keys import ContentKeys, LoRA, MultiModalItem, PlainKey, PromptEmbeds
 from .hashing import HASH_BYTES, MAX_TOKEN_ID, BlockHasher, TokenIds, token_list
 
-__all__ = ["Request", "RequestLike", "RequestStatus"]
+__all__ = ["EventSource", "Request", "RequestLike", "RequestStatus"]
 
 
 class RequestStatus(Enum):
@@ -43,8 +43,8 @@ class _Named(Protocol):
 class RequestLike(Protocol):
     """All that the manager reads of a request; any object with these attributes will do.
 
-    ``num_in_flight_tokens`` (0) and ``max_tokens`` (None) may be missing. ``all_token_ids``, ``lora_id``,
-    ``lora_name`` and ``extra_keys`` are read for events only.
+    ``num_in_flight_tokens`` (0) and ``max_tokens`` (None) may be missing. ``all_token_ids`` is read for
+    events only.
     """
 
     @property
@@ -82,6 +82,10 @@ class RequestLike(Protocol):
     @property
     def all_token_ids(self) -> Sequence[int]:
         """Prompt and output tokens; empty if they are not known."""
+
+
+class EventSource(Protocol):
+    """What events tell of a request beside its tokens and hashes."""
 
     @property
     def lora_id(self) -> int | None:

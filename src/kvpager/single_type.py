@@ -6,14 +6,14 @@ tells all of them to act.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .attention import AttentionSpec, Mamba, SinkAttention, ceil_div
 from .events import MEDIUM_GPU, BlockStored
 from .pool import NULL_BLOCK, BlockList, BlockPool
-from .request import RequestLike
+from .request import EventSource, RequestLike
 
 __all__ = ["SingleTypeKVCacheManager", "TokenRanges"]
 
@@ -58,6 +58,7 @@ class SingleTypeKVCacheManager:
         alignment: int,
         is_eagle: bool,
         retention_interval: int | None,
+        event_source: Callable[[RequestLike], EventSource],
     ) -> None:
         self.group_id = group_id
         self.spec = spec
@@ -70,6 +71,7 @@ class SingleTypeKVCacheManager:
         self.stride = stride
         self._pool = pool
         self._alignment = alignment
+        self._event_source = event_source
         self._commit_margin = spec.block_size if is_eagle else 0
         self._checkpoint_interval = self._interval(retention_interval)
         # Mamba only: blocks whose state this very step computes (no hit yet).
@@ -330,6 +332,7 @@ class SingleTypeKVCacheManager:
 
     def _log_stored(self, request: RequestLike, runs: Sequence[range]) -> None:
         hashes, size, stride = request.block_hashes, self.block_size, self.stride
+        source = self._event_source(request)
         for run in runs:
             self._pool.log(
                 BlockStored(
@@ -337,10 +340,10 @@ class SingleTypeKVCacheManager:
                     parent_block_hash=hashes[run.start * stride - 1] if run.start else None,
                     token_ids=list(request.all_token_ids[run.start * size : run.stop * size]),
                     block_size=size,
-                    lora_id=request.lora_id,
+                    lora_id=source.lora_id,
                     medium=MEDIUM_GPU,
-                    lora_name=request.lora_name,
-                    extra_keys=[request.extra_keys(p * size, (p + 1) * size) for p in run],
+                    lora_name=source.lora_name,
+                    extra_keys=[source.extra_keys(p * size, (p + 1) * size) for p in run],
                     group_idx=self.group_id,
                 )
             )
