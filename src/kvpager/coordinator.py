@@ -160,17 +160,9 @@ class KVCacheCoordinator:
 
     def plan_alone(self, num_slots: int, num_prompt_tokens: int, num_encoder_tokens: int) -> int:
         """Blocks that a sequence takes at most when it has the cache for itself. O(groups)."""
-        tokens = TokenRanges(
-            num_local=0,
-            num_computed=0,
-            num_start=0,
-            num_main=num_slots,
-            num_slots=num_slots,
-            num_prompt_tokens=num_prompt_tokens,
-            num_encoder_tokens=num_encoder_tokens,
-        )
         return sum(
-            group.need_of_sequence("", BlockList(), tokens, self._max_step) for group in self.single_type_managers
+            group.spec.most_held(num_slots, self._max_step, num_prompt_tokens, num_encoder_tokens)
+            for group in self.single_type_managers
         )
 
     def releasable(self, request_id: str, num_processed: int, num_prompt_tokens: int) -> int:

@@ -137,3 +137,15 @@ class AttentionSpec:
             else:
                 high = middle
         yield low
+
+    def most_held(
+        self, num_slots: int, max_step: int, num_prompt_tokens: int, num_encoder_tokens: int = 0
+    ) -> int:
+        """Blocks that a sequence holds at most on its way to ``num_slots`` tokens in steps of up to ``max_step``,
+        nothing of it being shared. O(log span)."""
+        held = []
+        for start in self.step_starts_to_check(0, max(0, num_slots - max_step), num_prompt_tokens):
+            positions = self.num_positions(min(start + max_step, num_slots), num_encoder_tokens)
+            dead = self.dead(start - self.release_delay, num_prompt_tokens)
+            held.append(positions - len(range(dead.start, min(dead.stop, positions))))
+        return max(held)
