@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from .engine import Engine, Prompt
@@ -72,10 +73,10 @@ def run(
 
 
 def requests_table(run: Run, titles: Sequence[str]) -> Table:
-    """One line a request: tokens of the prompt, in the cache, of the answer; when its first token and all of it came."""
-    table = Table(title="requests", title_justify="left")
-    table.add_column("prompt", max_width=24, no_wrap=True)
-    for heading in ("tokens", "cached", "answer", "end", "preempted", "first", "done"):
+    """One line a request: tokens of its prompt, cached ones, tokens of its answer; when the first and the last came."""
+    table = Table(title="requests", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("prompt", max_width=20, no_wrap=True)
+    for heading in ("tokens", "cached", "answer", "end", "preempted", "first", "last"):
         table.add_column(heading, justify="right", no_wrap=True)
     for title, c in zip(titles, run.completions, strict=True):
         first = "" if c.time_to_first_token is None else f"{c.time_to_first_token:.1f} s"
@@ -93,7 +94,7 @@ def requests_table(run: Run, titles: Sequence[str]) -> Table:
 
 def summary_table(runs: Sequence[Run]) -> Table:
     """What the cache did, one column a run."""
-    table = Table(title="what the cache did", title_justify="left")
+    table = Table(title="what the cache did", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     for one in runs:
         table.add_column(one.title, justify="right")
