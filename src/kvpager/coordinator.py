@@ -275,7 +275,7 @@ class KVCacheCoordinator:
             for request_id, table in group.tables.items():
                 for position, block_id in enumerate(table.ids()):
                     if block_id in block_ids:
-                        token = position * group.block_size
+                        token = group.first_token(position)
                         first[request_id] = min(first.get(request_id, token), token)
                         break
         return first

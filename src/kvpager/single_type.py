@@ -153,16 +153,18 @@ class SingleTypeKVCacheManager:
         return max(0, *needs)
 
     def _need_of_states(self, table: BlockList | None, hits: BlockList, tokens: TokenRanges) -> int:
-        """An align group holds the state before, the running one and the speculative ones."""
-        speculative = self.spec.release_delay
+        """Of an align group's states, those from before, the running one and the speculative ones. O(held)."""
+        assert isinstance(self.spec, Mamba)
+        speculative, most = self.spec.release_delay, self.spec.most_states
         goal = ceil_div(tokens.num_slots, self.block_size)
         if table is None:
             evictable = self._evictable(hits, self.spec.dead(tokens.num_start, tokens.num_prompt_tokens))
             start = evictable + (tokens.num_computed > tokens.num_local)  # the hit's state, or a loaded one
             ahead = goal - ceil_div(tokens.num_computed, self.block_size)
-            return max(start + min(1, ahead), min(2, ahead)) + speculative
+            return min(most, start + ahead) + speculative
         held = sum(block_id != NULL_BLOCK for block_id in table.ids(table.num_released))
-        return max(0, 2 + speculative - held) if goal > len(table) - speculative else 0
+        ahead = goal - (len(table) - speculative)
+        return max(0, min(ahead, most + speculative - held))
 
     def releasable(self, request_id: str, num_processed: int, num_prompt_tokens: int) -> int:
         """Blocks that ``release`` would add to the free ones. O(newly dead)."""
@@ -348,9 +350,15 @@ class SingleTypeKVCacheManager:
                 )
             )
 
+    def first_token(self, position: int) -> int:
+        """The first token that a table's position has to do with. O(1)."""
+        return position * self.block_size if self.spec.can_hit else 0
+
     def can_resume(self, request_id: str, token: int, num_prompt_tokens: int) -> bool:
         """Whether what tokens from ``token`` on read is there, and so is what they write. O(blocks)."""
         table = self.tables[request_id]
+        if isinstance(self.spec, Mamba) and not self.spec.can_hit:  # one state, overwritten in place
+            return not token
         if self.is_align:  # the state that it goes on from must be the one after exactly ``token`` tokens
             return not token or (
                 token % self.block_size == 0

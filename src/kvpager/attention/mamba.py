@@ -65,5 +65,13 @@ class Mamba(AttentionSpec):
     ) -> int:
         if self.mode != "align":
             return super().most_held(num_slots, max_step, num_prompt_tokens, num_encoder_tokens)
-        # The state before and the running one; all other positions are null.
-        return min(2, ceil_div(num_slots, self.block_size)) + self.num_speculative_states
+        return min(self.most_states, ceil_div(num_slots, self.block_size)) + self.num_speculative_states
+
+    @property
+    def most_states(self) -> int:
+        """Align: states that are held at once beside the speculative ones.
+
+        The running one and the one before; and, since releasing trails by the speculative states, those
+        before that which so many tokens can reach back to.
+        """
+        return 2 + ceil_div(self.num_speculative_states, self.block_size)

@@ -75,7 +75,7 @@ def run(
 def requests_table(run: Run, titles: Sequence[str]) -> Table:
     """One line a request: tokens of its prompt, cached ones, tokens of its answer; when the first and the last came."""
     table = Table(title="requests", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("prompt", max_width=20, no_wrap=True)
+    table.add_column("prompt", max_width=15, no_wrap=True)
     for heading in ("tokens", "cached", "answer", "end", "preempted", "first", "last"):
         table.add_column(heading, justify="right", no_wrap=True)
     for title, c in zip(titles, run.completions, strict=True):

@@ -22,7 +22,6 @@ from ..attention.mamba import MambaMode
 from ..config import GroupSpec
 from ..errors import ConfigError
 from .memory import AttentionMemory, Layer, StateMemory
-from .need import blocks_of_request
 
 Memory = AttentionMemory | StateMemory
 Kinds = dict[Memory, tuple[Layer, ...]]
@@ -118,7 +117,7 @@ def group_layers(
     kinds = _kinds(layers)
     specs, page_bytes = _equal_pages(kinds, block_size, state_mode)
     blocks = [
-        {memory: blocks_of_request(spec, length, max_step, num_encoder_tokens) for memory, spec in specs.items()}
+        {memory: spec.most_held(length, max_step, length, num_encoder_tokens) for memory, spec in specs.items()}
         for length in (min(SHORT_LENGTH, max_model_len), max_model_len)
     ]
     choices = [_choice(kinds, size, ranks, blocks) for size in range(1, max(map(len, kinds.values())) + 1)]

@@ -16,7 +16,6 @@ from .families import ModelLayers, model_layers
 from .grouping import Group, Grouping, group_layers, pipeline_ranks
 from .memory import KV_DTYPES, AttentionMemory, KVDtype, Layer, Rank
 from .model_config import ModelConfig, load_model_config
-from .need import blocks_of_request
 from .units import format_bytes
 
 __all__ = ["Plan", "PlanOptions", "load_cache_config", "plan"]
@@ -139,7 +138,7 @@ class Plan:
 
     def blocks_of_group(self, group: Group, num_tokens: int, *, max_step: int) -> int:
         """Blocks of one group that a request holds at most in steps of ``max_step``. O(log tokens)."""
-        return blocks_of_request(group.spec, num_tokens, max_step, self.num_encoder_tokens)
+        return group.spec.most_held(num_tokens, max_step, num_tokens, self.num_encoder_tokens)
 
     def _blocks(self, num_tokens: int, max_step: int) -> int:
         return sum(self.blocks_of_group(group, num_tokens, max_step=max_step) for group in self.grouping.groups)
