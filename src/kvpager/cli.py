@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, BinaryIO, Literal, get_type_hints
@@ -15,9 +15,14 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer.core import TyperGroup
 
+from .config import CacheConfig
 from .errors import ConfigError, InvariantError, KVPagerError
 from .events import KVCacheEvent
+from .planner import PlanOptions, load_cache_config
+from .planner.cli import plan_command
+from .planner.units import parse_bytes
 from .replay import (
     NUM_WORKLOAD_REQUESTS,
     Input,
@@ -37,7 +42,48 @@ from .replay.sources import STDIN
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+_APP: dict[str, Any] = {
+    "add_completion": False,
+    "no_args_is_help": True,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+}
+
+
+class _Commands(TyperGroup):
+    """All commands; ``generate`` is looked for when it is asked for: it needs PyTorch, which few installs have."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), "generate"]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _generate() if cmd_name == "generate" else super().get_command(ctx, cmd_name)
+
+
+def _generate() -> Any:
+    alone = typer.Typer(**{**_APP, "no_args_is_help": False})
+    try:
+        from .engine.cli import generate_command
+    except ModuleNotFoundError as missing:
+        alone.command("generate", context_settings=_ANY_ARGUMENTS)(_without_engine(missing.name))
+    else:
+        alone.command("generate")(generate_command)
+    return typer.main.get_command(alone)
+
+
+_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _without_engine(missing: str | None) -> Callable[[], None]:
+    def command() -> None:
+        """Answer prompts with a real model (needs kvpager[engine])."""
+        raise ConfigError(f"generate runs a real model and needs {missing}; install it: pip install 'kvpager[engine]'")
+
+    return command
+
+
+app = typer.Typer(cls=_Commands, **_APP)
+app.command("plan")(plan_command)
 
 _EXIT_INVARIANT = 1
 _EXIT_BAD_INPUT = 2
@@ -143,19 +189,21 @@ def _replay(
     kv_bytes_per_token: Annotated[
         int | None, _option("--kv-bytes-per-token", help="K/V bytes of a token, all layers together.")
     ] = None,
+    model: Annotated[
+        str | None, _option("--model", help="A model's config.json: its layout instead of --groups; with --memory.")
+    ] = None,
+    memory: Annotated[str | None, _option("--memory", help="With --model: memory for K/V, like 40GiB.")] = None,
     check: Annotated[int, _option("--check", help="Check all invariants each N steps (0: never).")] = 0,
     as_json: _Json = False,
     plot: Annotated[str | None, _option("--plot", help="Draw usage, requests and hit rate to a .png or .svg.")] = None,
     events: Annotated[str | None, _option("--events", help="Write the event stream as JSON lines.")] = None,
 ) -> None:
     """Drive scheduler and manager through a trace and report what the cache did."""
-    config = cache_config(
-        common.groups,
-        common.block_size,
-        num_blocks=num_blocks,
-        kv_memory=kv_memory,
-        kv_bytes_per_token=kv_bytes_per_token,
-    )
+    sizes = {"num_blocks": num_blocks, "kv_memory": kv_memory, "kv_bytes_per_token": kv_bytes_per_token}
+    if model is not None or memory is not None:
+        config = _config_of_model(model, memory, common, sizes)
+    else:
+        config = cache_config(common.groups, common.block_size, **sizes)  # type: ignore[arg-type]
     options = _replay_options(common, config=config, check_every=check)
     if plot is not None:
         check_plot_path(plot)
@@ -190,6 +238,19 @@ def _sweep(
     plot_sweep(reports, plot)
     rows = [{"num_blocks": size, **msgspec.to_builtins(report)} for size, report in reports]
     _print(rows if as_json else sweep_table(reports), as_json=as_json)
+
+
+def _config_of_model(
+    model: str | None, memory: str | None, common: _Common, sizes: Mapping[str, object]
+) -> CacheConfig:
+    if model is None or memory is None:
+        raise ConfigError("--model and --memory go together: the layout comes from the one, its size from the other")
+    if common.groups != _Common.groups or any(size is not None for size in sizes.values()):
+        raise ConfigError("--model says layout and size: leave out --groups, --num-blocks and --kv-…")
+    return load_cache_config(
+        model,
+        PlanOptions(memory_bytes=parse_bytes(memory), block_size=common.block_size, max_step=common.max_batched_tokens),
+    )
 
 
 def _replay_options(common: _Common, **more: Any) -> ReplayOptions:
