@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +46,7 @@ class ExtraKind(IntEnum):
     PROMPT_EMBEDS = 6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExtraKey:
+class ExtraKey(NamedTuple):
     """One extra key of one block: the tagged ``payload`` for `sha256`, the ``plain`` value for the rest."""
 
     kind: ExtraKind
@@ -108,6 +108,10 @@ class MultiModalItem:
             if type(value) is not int or value < least:
                 raise InvalidRequestError(f"MultiModalItem.{name} must be an integer ≥ {least}, got {value!r}")
 
+    @cached_property
+    def _identifier(self) -> bytes:
+        return encode_text("MultiModalItem.identifier", self.identifier)
+
     @property
     def end(self) -> int:
         """The first token behind the item."""
@@ -117,7 +121,7 @@ class MultiModalItem:
         """The key for the block that starts at token ``block_start``: the same item at another
         place in otherwise equal placeholder tokens is another content."""
         offset = self.offset - block_start
-        payload = struct.pack("<q", offset) + encode_text("MultiModalItem.identifier", self.identifier)
+        payload = struct.pack("<q", offset) + self._identifier
         return ExtraKey(kind=ExtraKind.MULTIMODAL, payload=payload, plain=(self.identifier, offset))
 
 
@@ -214,12 +218,29 @@ class ContentKeys:
             keys.append(self.prompt_embeds.extra_key(start, stop))
         return tuple(keys)
 
-    def for_blocks(self, first_block: int, num_blocks: int, block_size: int) -> Sequence[tuple[ExtraKey, ...]] | None:
+    def for_blocks(self, first_block: int, num_blocks: int, block_size: int) -> list[tuple[ExtraKey, ...]] | None:
         """`for_block` of a run of blocks; None when there is nothing besides tokens."""
         if not self:
             return None
-        starts = range(first_block * block_size, (first_block + num_blocks) * block_size, block_size)
-        return [self.for_block(start, start + block_size) for start in starts]
+        # Most blocks have the adapter at most; they share one tuple, which is then encoded once.
+        keys: list[tuple[ExtraKey, ...]] = [(self.lora.extra_key,) if self.lora else ()] * num_blocks
+        for block in self._special_blocks(first_block, num_blocks, block_size):
+            keys[block - first_block] = self.for_block(block * block_size, (block + 1) * block_size)
+        return keys
+
+    def _special_blocks(self, first_block: int, num_blocks: int, block_size: int) -> Iterable[int]:
+        """Blocks of a run that may have more keys than the adapter's."""
+        last_block = first_block + num_blocks
+        if self.prompt_embeds is not None:
+            return range(first_block, last_block)
+        blocks = {0} if self.cache_salt is not None and first_block == 0 < num_blocks else set()
+        for item in self.multimodal[bisect_right(self._ends, first_block * block_size) :]:
+            if item.offset >= last_block * block_size:
+                break
+            blocks.update(
+                range(max(item.offset // block_size, first_block), min(-(-item.end // block_size), last_block))
+            )
+        return blocks
 
     def _check_types(self) -> None:
         if self.lora is not None and not isinstance(self.lora, LoRA):

@@ -306,7 +306,10 @@ class TestContentKeys:
 
     @given(content=contents(), size=st.integers(1, 7), first=st.integers(0, 6), count=st.integers(0, 6))
     def test_items_are_found_wherever_one_starts(self, content: ContentKeys, size: int, first: int, count: int) -> None:
-        for start in range(first * size, (first + count) * size, size):
+        starts = range(first * size, (first + count) * size, size)
+        one_by_one = [content.for_block(start, start + size) for start in starts]
+        assert content.for_blocks(first, count, size) == (one_by_one if content else None)
+        for start in starts:
             found = [k.plain for k in content.for_block(start, start + size) if isinstance(k.plain, tuple)]
             assert found == [
                 (item.identifier, item.offset - start)
