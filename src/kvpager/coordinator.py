@@ -107,6 +107,20 @@ class KVCacheCoordinator:
         )
         return Match(length, hits, shared if prefixes and shared > length else 0)
 
+    def match_each(self, hashes: Sequence[bytes], max_tokens: int) -> list[tuple[BlockList, int]]:
+        """Each group's longest hit if it were alone, aligned all the same. Read only. O(groups x prefix)."""
+        cap = min(max_tokens, len(hashes) * self._hash_size) if self.can_hit else 0
+        found = []
+        for group in self.single_type_managers:
+            limit, ids = cap, [group.group_id]
+            if group.spec.needs_whole_prefix:
+                prefix = self.block_pool.prefix(ids, hashes, group.stride, cap // group.block_size)[0]
+                limit = len(prefix) * group.block_size
+            length = max(0, limit - group.hit_margin) // self.alignment * self.alignment
+            length = self._longest_run(group, ids, hashes, length)
+            found.append((group.lookup(hashes, length), length))
+        return found
+
     def _longest_run(
         self, group: SingleTypeKVCacheManager, ids: list[int], hashes: Sequence[bytes], length: int
     ) -> int:

@@ -1,0 +1,1 @@
+"""kvpager inside other engines: one folder for each."""
