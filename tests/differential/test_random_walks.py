@@ -8,12 +8,27 @@ import os
 import pytest
 
 from .conftest import REPORT
+from .differences import DIFFERENCES
 from .layouts import LAYOUTS, Layout
 from .walk import failure, run, shrink
 
 SEEDS = tuple(range(int(os.environ.get("KVPAGER_DIFFERENTIAL_SEEDS", "12"))))
 STEPS = int(os.environ.get("KVPAGER_DIFFERENTIAL_STEPS", "1000"))
 """Operations a seed: 12 seeds of 1,000 make 12,000 a configuration."""
+
+SCENARIOS = {
+    "LoRA named like a salt",
+    "double free",
+    "tokens in flight",
+    "failed load",
+    "duplicate request id",
+    "queries write",
+    "chunk not a multiple of the block",
+    "never fits: told",
+}
+"""Differences that test_named_differences.py shows."""
+MET: dict[str, dict[str, int]] = {}
+"""Layout to how often its walks met each difference."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -38,6 +53,7 @@ def test_walk(layout: Layout) -> None:
         "preempt",
         "resets done",
     )
+    MET[layout.name] = differences
     REPORT.append(
         f"{layout.name}: seeds {SEEDS[0]}-{SEEDS[-1]}, {steps} steps; "
         + ", ".join(f"{name} {counts.get(name, 0)}" for name in told)
@@ -45,6 +61,13 @@ def test_walk(layout: Layout) -> None:
         + (", ".join(f"{name} {differences[name]}" for name in sorted(differences)) or "none")
     )
     assert counts["hits"] >= 100 and counts["evictions"] >= 100
+
+
+def test_every_named_difference_is_met() -> None:
+    if len(MET) < len(LAYOUTS):
+        pytest.skip("only after the walks of all layouts")
+    met = {name for differences in MET.values() for name, times in differences.items() if times}
+    assert met == set(DIFFERENCES) - SCENARIOS
 
 
 def add(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
