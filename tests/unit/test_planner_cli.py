@@ -83,7 +83,7 @@ def test_table_names_kinds_costs_and_what_fits() -> None:
         assert part in text
     assert "a token at short context" in text
     assert "560 KiB" in text and "80 KiB" in text
-    assert "requests of 128k tokens at once" in text
+    assert "requests of 128k at once" in text
     assert "the default of gemma3_text" in text
 
 

@@ -11,7 +11,6 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..attention import Mamba
 from .grouping import Group
 from .memory import AttentionMemory, StateMemory
 from .plan import Plan
@@ -19,6 +18,12 @@ from .units import format_bytes, format_tokens
 
 __all__ = ["as_json", "as_table", "kinds"]
 
+FIXED = {
+    "mamba": "states",
+    "sliding_window": "windows",
+    "chunked_local_attention": "chunks",
+    "cross_attention": "encoder tokens",
+}
 SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -73,18 +78,13 @@ def _group_json(plan: Plan, group: Group) -> dict[str, Any]:
 def as_table(plan: Plan, lengths: Sequence[int]) -> RenderableType:
     """The layer kinds, what a request costs, and what fits."""
     notes = [Text(f"note: {note}", style="dim") for note in plan.notes]
-    return Lines(_layout(plan), _costs(plan), _fits(plan, lengths), *notes)
+    return Lines(_layout(plan), _costs(plan), "", _fits(plan, lengths), *notes)
 
 
 def _layout(plan: Plan) -> Table:
-    options = plan.options
-    title = f"{plan.model_type}: one rank of tensor parallel {options.tensor_parallel}, "
-    table = Table(
-        title=f"{title}pipeline parallel {options.pipeline_parallel}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
+    num_ranks = plan.options.tensor_parallel * plan.options.pipeline_parallel
+    title = f"{plan.model_type}: one rank" + (f" of {num_ranks}, the fullest" if num_ranks > 1 else "")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     for column in ("layers", "heads", "size", "dtype", "keeps", "block", "groups", "empty", "unused"):
         table.add_column(column, justify="left" if column == "layers" else "right", no_wrap=True)
     for groups in kinds(plan):
@@ -113,45 +113,63 @@ def _kept(group: Group) -> tuple[str, str, str, str, str]:
 
 
 def _costs(plan: Plan) -> Table:
-    table = Table(title="one request costs (one rank)", title_justify="left", show_header=False)
     longest = plan.max_model_len
     decoding = plan.blocks_while_decoding(longest)
-    extra = plan.blocks_while_prefilling(longest) - decoding
-    fixed = [group for group in plan.grouping.groups if group not in plan.growing]
-    states = sum(_decoding_bytes(plan, group) for group in fixed if isinstance(group.spec, Mamba))
+    prefilling = plan.blocks_while_prefilling(longest) - decoding
     wasted = sum(
         plan.grouping.padding_bytes(group) * plan.blocks_of_group(group, longest, max_step=1)
         for group in plan.grouping.groups
     )
-    rows = {
-        "a token at short context": format_bytes(plan.bytes_per_first_token),
-        "a token at long context": format_bytes(plan.bytes_per_token),
-        "fixed": f"{format_bytes(plan.fixed_bytes_per_request)} (states {format_bytes(states)}, windows and "
-        f"encoder {format_bytes(plan.fixed_bytes_per_request - states)})",
-        f"more while it prefills {plan.options.max_step:,} tokens a step": format_bytes(extra * plan.block_bytes),
-        f"in all at {format_tokens(longest)} tokens": format_bytes(decoding * plan.block_bytes),
-        "of it padding": f"{format_bytes(wasted)} ({wasted / (decoding * plan.block_bytes):.1%})",
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return _pairs(
+        "one request costs",
+        ("a token at short context", format_bytes(plan.bytes_per_first_token)),
+        ("a token at long context", format_bytes(plan.bytes_per_token)),
+        ("fixed", _fixed(plan)),
+        (
+            "more while it prefills",
+            f"{format_bytes(prefilling * plan.block_bytes)}, {plan.options.max_step:,} tokens a step",
+        ),
+        (f"in all at {format_tokens(longest)} tokens", format_bytes(decoding * plan.block_bytes)),
+        ("of it padding", f"{format_bytes(wasted)}, {wasted / (decoding * plan.block_bytes):.1%}"),
+    )
 
 
-def _decoding_bytes(plan: Plan, group: Group) -> int:
-    return plan.block_bytes * plan.blocks_of_group(group, plan.max_model_len, max_step=1)
+def _fixed(plan: Plan) -> str:
+    """What a request holds at long context whatever its length, and for what."""
+    held: dict[str, int] = {}
+    for group in plan.grouping.groups:
+        if group not in plan.growing:
+            blocks = plan.blocks_of_group(group, plan.max_model_len, max_step=1)
+            what = FIXED[group.spec.kind]
+            held[what] = held.get(what, 0) + blocks * plan.block_bytes
+    parts = [f"{what} {format_bytes(size)}" for what, size in held.items()]
+    if len(parts) > 1:
+        return f"{format_bytes(plan.fixed_bytes_per_request)}: {', '.join(parts)}"
+    return parts[0] if parts else "nothing"
 
 
 def _fits(plan: Plan, lengths: Sequence[int]) -> Table:
-    table = Table(title="what fits", title_justify="left", show_header=False)
-    options = plan.options
-    free = options.memory_bytes - options.weights_bytes
-    table.add_row("memory for the cache", format_bytes(free))
-    table.add_row("blocks", f"{plan.num_blocks:,} of {format_bytes(plan.block_bytes)} (one is the null block)")
+    free = plan.options.memory_bytes - plan.options.weights_bytes
+    can_hit = all(spec.can_hit for spec in plan.cache_config.specs)
     limit = "the limit is the model's" if plan.longest_sequence == plan.max_model_len else "the limit is memory"
-    table.add_row("longest sequence", f"{plan.longest_sequence:,} tokens ({limit})")
-    for length in lengths:
-        beyond = " (longer than the model takes)" if length > plan.max_model_len else ""
-        table.add_row(f"requests of {format_tokens(length)} tokens at once", f"{plan.concurrency(length):,}{beyond}")
+    return _pairs(
+        "what fits",
+        ("memory for the cache", format_bytes(free)),
+        ("blocks", f"{plan.num_blocks:,} of {format_bytes(plan.block_bytes)}, one is the null block"),
+        ("prefix hits", f"end on multiples of {plan.cache_config.alignment:,} tokens" if can_hit else "none"),
+        ("longest sequence", f"{plan.longest_sequence:,} tokens, {limit}"),
+        *((f"requests of {format_tokens(length)} at once", _requests(plan, length)) for length in lengths),
+    )
+
+
+def _requests(plan: Plan, length: int) -> str:
+    return "longer than the model takes" if length > plan.max_model_len else f"{plan.concurrency(length):,}"
+
+
+def _pairs(title: str, *rows: tuple[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 1))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
