@@ -167,15 +167,24 @@ class KVCacheCoordinator:
         pairs = zip(self.single_type_managers, hits, strict=True)
         return [group.need(request_id, blocks, tokens) for group, blocks in pairs]
 
-    def plan_sequence(self, request_id: str, hits: Sequence[BlockList], tokens: TokenRanges) -> list[int]:
-        """Free blocks that reaching ``num_slots`` takes at most on the way, per group. Read only."""
-        pairs = zip(self.single_type_managers, hits, strict=True)
-        return [group.need_of_sequence(request_id, blocks, tokens, self._max_step) for group, blocks in pairs]
+    def plan_sequence(
+        self, request_id: str, hits: Sequence[BlockList], tokens: TokenRanges, num_lookahead_tokens: int
+    ) -> list[int]:
+        """Free blocks that reaching ``num_slots`` takes at most on the way, per group. Read only.
 
-    def plan_alone(self, num_slots: int, num_prompt_tokens: int, num_encoder_tokens: int) -> int:
+        Each step has slots for up to ``max_num_batched_tokens`` and the lookahead on top.
+        """
+        max_step = self._max_step + num_lookahead_tokens
+        pairs = zip(self.single_type_managers, hits, strict=True)
+        return [group.need_of_sequence(request_id, blocks, tokens, max_step) for group, blocks in pairs]
+
+    def plan_alone(
+        self, num_slots: int, num_lookahead_tokens: int, num_prompt_tokens: int, num_encoder_tokens: int
+    ) -> int:
         """Blocks that a sequence takes at most when it has the cache for itself. O(groups)."""
+        max_step = self._max_step + num_lookahead_tokens
         return sum(
-            group.spec.most_held(num_slots, self._max_step, num_prompt_tokens, num_encoder_tokens)
+            group.spec.most_held(num_slots, max_step, num_prompt_tokens, num_encoder_tokens)
             for group in self.single_type_managers
         )
 

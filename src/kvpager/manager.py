@@ -345,9 +345,7 @@ class KVCacheManager:
         """Give back all blocks of a request, tail first; one that holds nothing: no-op. O(blocks)."""
         holding = self._forget(request)
         if holding is not None:
-            self.coordinator.free(
-                request.request_id, _processed(request), request.num_prompt_tokens, holding.junction
-            )
+            self.coordinator.free(request.request_id, _processed(request), request.num_prompt_tokens, holding.junction)
 
     def pop_blocks_for_free(self, request: RequestLike) -> list[int]:
         """Forget a request and hand out its real blocks, in allocation order: something still reads them.
@@ -546,9 +544,10 @@ class KVCacheManager:
         available = self.block_pool.num_free + conditions.num_blocks_to_free - conditions.num_blocks_to_keep
         needs = coordinator.plan(request_id, hits, tokens)
         if conditions.full_sequence_must_fit and sum(needs) <= available:
-            slots = min(request.num_tokens + conditions.num_lookahead_tokens, self.max_model_len)
+            lookahead = conditions.num_lookahead_tokens
+            slots = min(request.num_tokens + lookahead, self.max_model_len)
             whole = replace(tokens, num_slots=max(slots, tokens.num_slots))
-            needs = max(needs, coordinator.plan_sequence(request_id, hits, whole), key=sum)
+            needs = max(needs, coordinator.plan_sequence(request_id, hits, whole, lookahead), key=sum)
         short = max(0, sum(needs) - available)
         return Probe(
             fit=Fit.NOT_NOW if short else Fit.NOW,
@@ -566,7 +565,8 @@ class KVCacheManager:
         max_tokens = getattr(request, "max_tokens", None)
         longest = request.num_tokens if max_tokens is None else request.num_prompt_tokens + max_tokens
         slots = min(max(longest, request.num_tokens) + num_lookahead, self.max_model_len)
-        return self.coordinator.plan_alone(slots, request.num_prompt_tokens, num_encoder) <= self._capacity()
+        need = self.coordinator.plan_alone(slots, num_lookahead, request.num_prompt_tokens, num_encoder)
+        return need <= self._capacity()
 
     def _num_tokens_that_fit(self, num_lookahead: int, tokens: TokenRanges) -> int:
         """The longest sequence that the cache can hold: bisected, since need grows with length."""
@@ -575,7 +575,8 @@ class KVCacheManager:
             middle = (fits + too_many) // 2
             slots = min(middle + num_lookahead, self.max_model_len)
             prompt = min(tokens.num_prompt_tokens, middle)
-            if self.coordinator.plan_alone(slots, prompt, tokens.num_encoder_tokens) <= self._capacity():
+            need = self.coordinator.plan_alone(slots, num_lookahead, prompt, tokens.num_encoder_tokens)
+            if need <= self._capacity():
                 fits = middle
             else:
                 too_many = middle

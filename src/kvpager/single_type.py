@@ -142,9 +142,7 @@ class SingleTypeKVCacheManager:
         for start in self.spec.step_starts_to_check(tokens.num_start, last, tokens.num_prompt_tokens):
             dead = self.spec.dead(start - self.spec.release_delay, tokens.num_prompt_tokens)
             slots = min(start + max_step, tokens.num_slots)
-            need = self._growth(
-                length, slots, tokens.num_encoder_tokens, dead, self.spec.release_delay, False
-            ).num_new
+            need = self._growth(length, slots, tokens.num_encoder_tokens, dead, self.spec.release_delay, False).num_new
             if table is None:
                 need += self._evictable(hits, dead)
             else:
@@ -220,9 +218,7 @@ class SingleTypeKVCacheManager:
         """Append blocks for the external tokens. O(blocks)."""
         table = self.tables[request_id]
         dead = self.spec.dead(tokens.num_start, tokens.num_prompt_tokens)
-        self._grow(
-            table, self._growth(len(table), tokens.num_computed, tokens.num_encoder_tokens, dead, 0, False)
-        )
+        self._grow(table, self._growth(len(table), tokens.num_computed, tokens.num_encoder_tokens, dead, 0, False))
 
     def extend(self, request_id: str, tokens: TokenRanges) -> BlockList:
         """Append blocks for the new and lookahead tokens; gives the positions appended. O(blocks)."""
@@ -361,8 +357,7 @@ class SingleTypeKVCacheManager:
             return not token
         if self.is_align:  # the state that it goes on from must be the one after exactly ``token`` tokens
             return not token or (
-                token % self.block_size == 0
-                and self._pool.block_hash(table[token // self.block_size - 1]) is not None
+                token % self.block_size == 0 and self._pool.block_hash(table[token // self.block_size - 1]) is not None
             )
         dead = self.spec.dead(token, num_prompt_tokens)
         return NULL_BLOCK not in table.ids(0, dead.start) + table.ids(dead.stop)

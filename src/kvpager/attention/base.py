@@ -65,9 +65,7 @@ class AttentionSpec:
 
     def _require(self, name: str, value: object, at_least: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-            raise ConfigError(
-                f"{type(self).__name__}.{name} must be an integer of at least {at_least}, got {value!r}"
-            )
+            raise ConfigError(f"{type(self).__name__}.{name} must be an integer of at least {at_least}, got {value!r}")
 
     # -- what sets the kinds apart ------------------------------------------------------------
 
@@ -138,9 +136,7 @@ class AttentionSpec:
                 high = middle
         yield low
 
-    def most_held(
-        self, num_slots: int, max_step: int, num_prompt_tokens: int, num_encoder_tokens: int = 0
-    ) -> int:
+    def most_held(self, num_slots: int, max_step: int, num_prompt_tokens: int, num_encoder_tokens: int = 0) -> int:
         """Blocks that a sequence holds at most on its way to ``num_slots`` tokens in steps of up to ``max_step``,
         nothing of it being shared. O(log span)."""
         held = []

@@ -60,9 +60,7 @@ class Mamba(AttentionSpec):
             return UNBOUNDED
         return max(0, num_positions - self.num_speculative_states) * self.block_size
 
-    def most_held(
-        self, num_slots: int, max_step: int, num_prompt_tokens: int, num_encoder_tokens: int = 0
-    ) -> int:
+    def most_held(self, num_slots: int, max_step: int, num_prompt_tokens: int, num_encoder_tokens: int = 0) -> int:
         if self.mode != "align":
             return super().most_held(num_slots, max_step, num_prompt_tokens, num_encoder_tokens)
         return min(self.most_states, ceil_div(num_slots, self.block_size)) + self.num_speculative_states

@@ -29,8 +29,7 @@ class SinkAttention(FullAttention):
         self._require("sink_len", self.sink_len, 1)
         if self.sink_len % self.block_size:
             raise ConfigError(
-                f"SinkAttention.sink_len must be a multiple of the block size {self.block_size}, "
-                f"got {self.sink_len}"
+                f"SinkAttention.sink_len must be a multiple of the block size {self.block_size}, got {self.sink_len}"
             )
 
     @property

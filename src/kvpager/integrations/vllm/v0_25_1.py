@@ -263,8 +263,9 @@ class Coordinator:
         )
         hits = [BlockList(block.block_id for block in blocks) for blocks in new_computed_blocks]
         coordinator = self._manager.coordinator
-        ask = coordinator.plan_sequence if apply_admission_cap else coordinator.plan
-        return sum(ask(request_id, hits, tokens))
+        if apply_admission_cap:
+            return sum(coordinator.plan_sequence(request_id, hits, tokens, 0))
+        return sum(coordinator.plan(request_id, hits, tokens))
 
     def find_longest_cache_hit_per_group(
         self, block_hashes: Sequence[bytes], max_cache_hit_length: int
@@ -452,7 +453,7 @@ def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Any) -> Call
         logger.warning(
             "KVPAGER_VLLM_HASH=1 works with --prefix-caching-hash-algo sha256_cbor only; vLLM's hashing stays"
         )
-        return kv_cache_utils.get_request_block_hasher(hash_block_size, caching_hash_fn)
+        return kv_cache_utils.get_request_block_hasher(hash_block_size, caching_hash_fn)  # type: ignore[no-any-return]
 
     def new_hashes(request: Any) -> list[bytes]:
         done = len(request.block_hashes)
