@@ -77,6 +77,7 @@ class _Live:
     drafts: tuple[int, ...] = ()
 
 
+_RUNNING = RequestStatus.RUNNING
 _rank = attrgetter("rank")
 
 
@@ -168,7 +169,7 @@ class Scheduler:
         live = self._live.get(request_id)
         if live is None:
             raise UnknownRequestError(f"no live request {request_id!r} to abort; it has finished or was never added")
-        queue = self._running if live.request.status is RequestStatus.RUNNING else self._waiting
+        queue = self._running if live.request.status is _RUNNING else self._waiting
         del queue[bisect_left(queue, live.rank, key=_rank)]
         return self._finish(live, RequestStatus.FINISHED_ABORTED)
 
@@ -201,29 +202,29 @@ class Scheduler:
         """
         if output is not self._step:
             raise InvalidRequestError("update() needs the output of the last schedule(), once")
-        steps = [(live, step) for step in output.scheduled if (live := self._still_live(step)) is not None]
-        for _, step in steps:
+        steps = [step for step in output.scheduled if step.request.status is _RUNNING]  # the others were aborted
+        for step in steps:
             if step.samples:
                 _check_sampled(step, sampled)
         self._step = None
         finished, self._outgrown = self._outgrown, []
-        for live, step in steps:
+        for step in steps:
             request = step.request
             request.num_computed_tokens = step.start + step.num_tokens
-            if not step.samples:
-                continue
-            tokens = sampled[request.request_id]
-            request.num_computed_tokens -= len(step.draft_token_ids) + 1 - len(tokens)  # rejected drafts
-            request.append_output_token_ids(tokens)
-            if request.request_id in stopped:
-                finished.append(self._finish(live, RequestStatus.FINISHED_STOPPED))
-            elif request.num_tokens >= live.max_num_tokens:
-                finished.append(self._finish(live, RequestStatus.FINISHED_LENGTH))
-            else:
-                proposed = drafts.get(request.request_id, ()) if drafts else ()
-                live.drafts = tuple(proposed[: live.max_num_tokens - 1 - request.num_tokens])
+            if step.samples:
+                tokens = sampled[request.request_id]
+                request.num_computed_tokens -= len(step.draft_token_ids) + 1 - len(tokens)  # rejected drafts
+                request.append_output_token_ids(tokens)
+                live = self._live[request.request_id]
+                if request.request_id in stopped:
+                    finished.append(self._finish(live, RequestStatus.FINISHED_STOPPED))
+                elif request.num_tokens >= live.max_num_tokens:
+                    finished.append(self._finish(live, RequestStatus.FINISHED_LENGTH))
+                else:
+                    proposed = drafts.get(request.request_id, ()) if drafts else ()
+                    live.drafts = tuple(proposed[: live.max_num_tokens - 1 - request.num_tokens])
         if finished:
-            self._running = [live for live in self._running if not live.request.status.is_finished]
+            self._running = [live for live in self._running if live.request.status is _RUNNING]
         return finished
 
     # -- who runs -----------------------------------------------------------------------------
@@ -231,15 +232,14 @@ class Scheduler:
     def _schedule_running(self, scheduled: list[ScheduledRequest], preempted: list[Request]) -> int:
         """Give every running request its next tokens; returns what is left of the budget."""
         budget = self.max_num_scheduled_tokens
-        running = self._running
-        index = 0
-        while index < len(running) and budget:
-            live = running[index]
-            num_new = self._num_new_tokens(live, live.request.num_computed_tokens, budget)
+        for live in self._running:  # preempting shortens the list, from the end
+            if not budget:
+                break
+            start = live.request.num_computed_tokens
+            num_new = self._num_new_tokens(live, start, budget)
             if self._make_room(live, num_new, preempted):
-                scheduled.append(self._scheduled(live, live.request.num_computed_tokens, num_new, None))
+                scheduled.append(self._scheduled(live, start, num_new, None))
                 budget -= num_new
-            index += 1
         return budget
 
     def _make_room(self, live: _Live, num_new: int, preempted: list[Request]) -> bool:
@@ -304,7 +304,7 @@ class Scheduler:
         if new is None:
             return None
         request.num_computed_tokens = num_cached
-        request.status = RequestStatus.RUNNING
+        request.status = _RUNNING
         return self._scheduled(live, num_cached, num_new, num_cached)
 
     # -- both ---------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Scheduler:
         """How many tokens a request with ``start`` computed gets of the budget: at least one."""
         num_tokens = live.request.num_tokens
         num_new = min(num_tokens + len(live.drafts) - start, budget)
-        if start + 1 < num_tokens:
+        if start + 1 < num_tokens:  # a prefill
             num_new = self.manager.limit_prefill_step(live.request, start, num_new, live.junction)
         return num_new
 
@@ -323,10 +323,6 @@ class Scheduler:
         drafts = live.drafts[:num_drafts] if num_drafts > 0 else ()
         is_prefill = start < request.num_prompt_tokens or start + 1 < request.num_tokens
         return ScheduledRequest(request, start, num_new, drafts, num_cached, is_prefill, num_drafts >= 0, self.manager)
-
-    def _still_live(self, step: ScheduledRequest) -> _Live | None:
-        live = self._live.get(step.request.request_id)
-        return live if live is not None and live.request is step.request else None
 
     def _finish(self, live: _Live, status: RequestStatus) -> Request:
         """Give a request's blocks back and forget it; the caller takes it out of its queue."""
