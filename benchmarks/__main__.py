@@ -1,0 +1,98 @@
+"""``python -m benchmarks``: the table of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .compare import Result, as_json, growth, run
+from .peers import Kvpager, load_vllm
+
+NARROWEST = 118
+"""Columns that the table takes without breaking a name."""
+
+
+def main() -> int:
+    """Run the cases, print a table, write JSON. Exit status 1 if a wanted ratio is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="kvpager beside vLLM 0.25.1's manager")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains TEXT")
+    parser.add_argument("--repetitions", type=int, default=15, metavar="N", help="paired samples a row (default 15)")
+    parser.add_argument("--small", action="store_true", help="without the pools of 1,000,000 blocks")
+    parser.add_argument("--alone", action="store_true", help="kvpager only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    options = parser.parse_args()
+
+    console, log = Console(), Console(stderr=True)
+    console.width = max(console.width, NARROWEST)
+    peer, missing = (None, "kvpager alone, as asked") if options.alone else load_vllm()
+    if missing:
+        log.print(f"note: {missing}")
+    header = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "kvpager": Kvpager().version,
+        "vllm": peer.version if peer else None,
+        "load": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d"),
+        "repetitions": options.repetitions,
+    }
+    results = list(
+        run(
+            peer,
+            repetitions=options.repetitions,
+            big=not options.small,
+            only=options.only,
+            note=lambda text: log.print(f"[dim]{text}[/dim]", highlight=False),
+        )
+    )
+    console.print(table(results))
+    if grown := growth_table(results):
+        console.print(grown)
+    if options.json:
+        options.json.write_text(json.dumps(as_json(results, header), indent=1) + "\n")
+    return int(any(result.holds is False for result in results))
+
+
+def table(results: list[Result]) -> Table:
+    """One line a row and pool size."""
+    out = Table(title="kvpager beside vLLM 0.25.1: median of paired samples")
+    for column in ("what", "blocks", "kvpager", "vLLM", "unit", "ratio", "middle half", "wanted"):
+        out.add_column(column, justify="left" if column in ("what", "unit") else "right", no_wrap=True)
+    for r in results:
+        span = f"{r.ratio_low:.1f}-{r.ratio_high:.1f}" if r.ratio_low and r.ratio_high else ""
+        wanted = "" if r.at_least is None else f"{r.at_least:.3g}"
+        colour = {True: "green", False: "red", None: ""}[r.holds]
+        ratio = "" if r.ratio is None else f"{r.ratio:.2f}" if r.ratio < 10 else f"{r.ratio:.1f}"
+        ratio = f"[{colour}]{ratio}[/{colour}]" if colour and ratio else ratio
+        theirs = "" if r.theirs is None else f"{r.theirs:.4g}"
+        out.add_row(
+            r.name, f"{r.num_blocks:,}" if r.num_blocks else "", f"{r.ours:.4g}", theirs, r.unit, ratio, span, wanted
+        )
+    return out
+
+
+def growth_table(results: list[Result]) -> Table | None:
+    """How the time of a row grows with the pool."""
+    grown = growth(results)
+    if not grown:
+        return None
+    out = Table(title="growth with the pool: time with 1,000,000 blocks over time with the plain pool")
+    for column in ("what", "times the blocks", "kvpager", "vLLM"):
+        out.add_column(column, justify="left" if column == "what" else "right")
+    for row in grown:
+        theirs = "" if row["theirs"] is None else f"{row['theirs']:.2f}"
+        out.add_row(row["name"], f"{row['blocks']:.4g}", f"{row['ours']:.2f}", theirs)
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())
