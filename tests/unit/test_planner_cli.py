@@ -105,6 +105,9 @@ def test_plot(tmp_path: Path, suffix: str) -> None:
         (["no-such.json", "--memory", "1GiB"], "no-such.json: No such file"),
         (["llama-3.1-8b.json", "--memory", "lots"], "'lots' is not a size"),
         (["llama-3.1-8b.json", "--memory", "1GiB", "--lengths", "1k,many"], "'many' is not a length"),
+        (["llama-3.1-8b.json", "--memory", "1GiB", "--lengths", "0"], "num_tokens must be a positive integer, got 0"),
+        (["llama-3.1-8b.json", "--memory", "1GiB", "--max-model-len", ""], "'' is not a length"),
+        (["deep.json", "--memory", "1GiB"], "deep.json: not JSON"),
         (["llama-3.1-8b.json", "--memory", "1GiB", "--kv-dtype", "int3"], "kv_dtype must be one of"),
         (["llama-3.1-8b.json", "--memory", "1GiB", "--tensor-parallel", "3"], "tensor parallel size 3"),
         (["llama-3.1-8b.json", "--memory", "1MiB"], "give more memory"),
@@ -118,6 +121,7 @@ def test_plot(tmp_path: Path, suffix: str) -> None:
 def test_bad_input_is_one_message(tmp_path: Path, arguments: list[str], named: str) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "odd.json").write_text('{"model_type": "odd"}')
     (tmp_path / "llama-3.1-8b.json").write_text((CONFIGS / "llama-3.1-8b.json").read_text())

@@ -219,6 +219,17 @@ def test_nemotron_h_from_a_list_of_block_types() -> None:
     assert planned(config).layers == planned("nemotron-h-8b").layers
 
 
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "granite-4.0-h-small", "bamba-9b", "jamba-v0.1"])
+def test_the_names_that_transformers_5_gives_layer_types(name: str) -> None:
+    new = {"M": "linear_attention", "f": "full_attention", "-": "mlp"}
+    kinds = {
+        layer.index: kinds for layer, kinds in zip(planned(name).layers, kinds_by_layer(planned(name)), strict=True)
+    }
+    listed = [new[kinds.get(index, "-")] for index in range(fields(name)["num_hidden_layers"])]
+    old = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "attn_layer_offset")
+    assert planned(fields(name, **dict.fromkeys(old, ...), layer_types=listed)).layers == planned(name).layers
+
+
 def test_mamba_head_size_auto_is_an_even_share() -> None:
     assert planned(fields("bamba-9b", mamba_d_head="auto")).layers == planned("bamba-9b").layers
 
@@ -334,6 +345,8 @@ def test_without_a_16_bit_dtype_the_report_says_what_was_counted(dtype: Any, sai
 
 
 def test_defaults_of_the_model_type_are_noted() -> None:
+    assert any("num_key_value_heads = 32" in n for n in planned(fields("llama-2-7b", num_key_value_heads=...)).notes)
+    assert planned("llama-2-7b").notes == ()
     notes = planned("gemma-3-4b").notes
     assert any("text_config.num_key_value_heads = 4" in note for note in notes)
     assert any("text_config.head_dim = 256" in note for note in notes)
@@ -354,6 +367,7 @@ def test_defaults_of_the_model_type_are_noted() -> None:
         (fields("llama-3.1-8b", max_position_embeddings=...), "max_position_embeddings"),
         (fields("llama-3.1-8b", num_hidden_layers="32"), "num_hidden_layers"),
         (fields("llama-3.1-8b", num_hidden_layers=0), "num_hidden_layers"),
+        (fields("llama-3.1-8b", num_hidden_layers=10**9), "no more than 10000 layers"),
         (fields("llama-3.1-8b", num_hidden_layers=True), "num_hidden_layers"),
         (fields("llama-3.1-8b", hidden_size=4097), "head_dim"),
         (fields("llama-3.1-8b", layer_types=["full_attention"] * 31), "layer_types"),

@@ -49,7 +49,7 @@ def plan_command(
         state_dtype=state_dtype,
         state_mode=state_mode,  # type: ignore[arg-type]  # PlanOptions checks it
         block_size=block_size,
-        max_model_len=parse_tokens(max_model_len) if max_model_len else None,
+        max_model_len=parse_tokens(max_model_len) if max_model_len is not None else None,
         max_step=parse_tokens(max_step),
     )
     planned = plan(config, options)

@@ -14,6 +14,7 @@ __all__ = ["ModelConfig", "load_model_config"]
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where multimodal models keep the configuration of the model that generates text."""
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,13 @@ class ModelConfig:
             )
         self.notes.append(f"{self.path}{names[0]} = {default}: the default of {self.model_type}, not in the file")
         return default
+
+    def num_layers(self, name: str = "num_hidden_layers") -> int:
+        """The number of layers, in bounds that a plan can be made for. Raises ``ConfigError``."""
+        count = self.integer(name)
+        if count > MAX_LAYERS:
+            raise self.error(name, f"is {count}; no more than {MAX_LAYERS} layers can be planned")
+        return count
 
     def optional_integer(self, name: str) -> int | None:
         """The field, or None where it is missing or null."""
@@ -124,7 +132,7 @@ def load_model_config(config: str | Path | Mapping[str, Any]) -> ModelConfig:
     except OSError as error:
         problem = error.strerror or str(error)
         raise ConfigError(f"{path}: {problem}; give a config.json or a directory that has one") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: a model's configuration is a JSON object, got {type(fields).__name__}")

@@ -120,8 +120,9 @@ class Plan:
     def concurrency(self, num_tokens: int) -> int:
         """Requests of ``num_tokens`` that fit at once: one that prefills, the others decoding. O(log tokens).
 
-        0 for a length above ``max_model_len``.
+        0 for a length above ``max_model_len``. Raises ``ConfigError`` for a length below 1.
         """
+        _require_positive("num_tokens", num_tokens)
         first = self.blocks_while_prefilling(num_tokens)
         usable = self.num_blocks - 1
         if num_tokens > self.max_model_len or first > usable:

@@ -10,6 +10,7 @@ from ..model_config import ModelConfig
 
 __all__ = [
     "Family",
+    "Maker",
     "Makers",
     "ModelLayers",
     "attention",
@@ -34,8 +35,10 @@ class ModelLayers:
 
 
 Family = Callable[[ModelConfig, Rank], ModelLayers]
-Makers = Mapping[str, tuple[str, Callable[[], "AttentionMemory | StateMemory"]]]
-"""Kind of layer -> the module that keeps something, and a function that says what."""
+Maker = tuple[str, Callable[[], "AttentionMemory | StateMemory"]]
+"""A module that keeps something, and a function that says what."""
+Makers = Mapping[str, Maker]
+"""Kind of layer -> what its module keeps."""
 
 
 def kv_heads(config: ModelConfig, *, default: int | None = None) -> int:

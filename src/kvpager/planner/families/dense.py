@@ -49,17 +49,20 @@ def qwen(config: ModelConfig, rank: Rank) -> ModelLayers:
 
 def gemma2(config: ModelConfig, rank: Rank) -> ModelLayers:
     """Gemma 2: windows and full attention take turns, a window first."""
-    return _uniform(config, rank, kind=_every(2), heads=kv_heads(config), size=config.integer("head_dim"))
+    return _uniform(config, rank, kind=_in_turn, heads=kv_heads(config), size=config.integer("head_dim"))
 
 
 def gemma3(config: ModelConfig, rank: Rank) -> ModelLayers:
     """Gemma 3: every sixth layer is full attention; its files leave out what the model type has by default."""
-    patterns = (config.optional_integer(name) for name in ("sliding_window_pattern", "_sliding_window_pattern"))
-    pattern = next(filter(None, patterns), 6)
+
+    def kind(index: int) -> str:
+        every = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+        return SLIDING if (index + 1) % every else FULL
+
     layers = _uniform(
         config,
         rank,
-        kind=_every(pattern),
+        kind=kind,
         heads=kv_heads(config, default=4),
         size=config.integer("head_dim", default=256),
         query_heads=config.integer("num_attention_heads", default=8),
@@ -72,7 +75,7 @@ def gemma3(config: ModelConfig, rank: Rank) -> ModelLayers:
 
 def gpt_oss(config: ModelConfig, rank: Rank) -> ModelLayers:
     """gpt-oss: windows and full attention take turns, a window first. Sinks are learned biases, not tokens."""
-    return _uniform(config, rank, kind=_every(2), heads=kv_heads(config), size=config.integer("head_dim"))
+    return _uniform(config, rank, kind=_in_turn, heads=kv_heads(config), size=config.integer("head_dim"))
 
 
 def llama4(config: ModelConfig, rank: Rank) -> ModelLayers:
@@ -82,15 +85,14 @@ def llama4(config: ModelConfig, rank: Rank) -> ModelLayers:
     (``no_rope_layer_interval``). Without ``attention_chunk_size`` every layer is full.
     """
     with_rope = config.integers("no_rope_layers") or ()
-    interval = config.optional_integer("no_rope_layer_interval") or 4
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     if with_rope and len(with_rope) != num_layers:
         raise config.error("no_rope_layers", f"names {len(with_rope)} layers, but num_hidden_layers is {num_layers}")
     if "attention_chunk_size" not in config.fields:
         raise config.error("attention_chunk_size", "is missing; give the chunk in tokens, or null for full attention")
 
     def kind(index: int) -> str:
-        chunked = with_rope[index] if with_rope else (index + 1) % interval
+        chunked = with_rope[index] if with_rope else (index + 1) % config.integer("no_rope_layer_interval", default=4)
         return CHUNKED if chunked and config.has("attention_chunk_size") else FULL
 
     return _uniform(config, rank, kind=kind, heads=kv_heads(config))
@@ -98,7 +100,7 @@ def llama4(config: ModelConfig, rank: Rank) -> ModelLayers:
 
 def deepseek(config: ModelConfig, rank: Rank) -> ModelLayers:
     """DeepSeek V2 and V3: a latent vector and a rotary key a token, for all heads: every rank keeps them whole."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     rank.share(config.integer("num_attention_heads"), "attention heads")
     latent = AttentionMemory(
         kind="mla",
@@ -122,7 +124,7 @@ def _uniform(
     query_heads: int | None = None,
 ) -> ModelLayers:
     """Attention layers that differ only in how far they look."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     rank.share(query_heads or config.integer("num_attention_heads"), "attention heads")
     size = size or head_size(config)
     makers: Makers = {
@@ -143,13 +145,12 @@ def _uniform(
 
 def _heads_or_all(config: ModelConfig) -> int:
     """KV heads; in these model types a missing number means one for each attention head."""
-    return kv_heads(config) if config.has("num_key_value_heads") else config.integer("num_attention_heads")
+    return kv_heads(config, default=config.integer("num_attention_heads"))
 
 
 def _windowed(config: ModelConfig) -> str:
     return SLIDING if config.has("sliding_window") else FULL
 
 
-def _every(period: int) -> Callable[[int], str]:
-    """Full attention in every ``period``-th layer, windows in the others."""
-    return lambda index: SLIDING if (index + 1) % period else FULL
+def _in_turn(index: int) -> str:
+    return FULL if index % 2 else SLIDING

@@ -14,7 +14,7 @@ def whisper(config: ModelConfig, rank: Rank) -> ModelLayers:
 
     The encoder itself keeps nothing between steps.
     """
-    num_layers, heads = config.integer("decoder_layers"), config.integer("decoder_attention_heads")
+    num_layers, heads = config.num_layers("decoder_layers"), config.integer("decoder_attention_heads")
     width, audio = config.integer("d_model"), config.integer("max_source_positions")
     if width % heads:
         raise config.error("d_model", f"{width} is not a multiple of {heads} decoder_attention_heads")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from ..memory import AttentionMemory, Layer, Rank, StateMemory
 from ..model_config import ModelConfig
 from . import states
-from .common import Makers, ModelLayers, attention, head_size, kv_heads, layer_kinds, layers_of_kinds, stack
+from .common import Maker, Makers, ModelLayers, attention, head_size, kv_heads, layer_kinds, layers_of_kinds, stack
 
 __all__ = ["bamba", "falcon_h1", "granite_hybrid", "jamba", "lfm2", "nemotron_h", "qwen3_next"]
 
 
 def qwen3_next(config: ModelConfig, rank: Rank) -> ModelLayers:
     """Qwen3-Next: gated delta nets, full attention in every ``full_attention_interval``-th layer."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
 
     def kind(index: int) -> str:
         return "linear_attention" if (index + 1) % config.integer("full_attention_interval") else "full_attention"
@@ -26,7 +26,7 @@ def qwen3_next(config: ModelConfig, rank: Rank) -> ModelLayers:
 
 def jamba(config: ModelConfig, rank: Rank) -> ModelLayers:
     """Jamba: Mamba 1, attention at ``attn_layer_offset`` in every ``attn_layer_period`` layers."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
 
     def kind(index: int) -> str:
         offset = config.fields.get("attn_layer_offset")
@@ -43,11 +43,7 @@ def jamba(config: ModelConfig, rank: Rank) -> ModelLayers:
             kernel=config.integer("mamba_d_conv"),
         )
 
-    makers: Makers = {
-        "attention": ("self_attn", lambda: _attention(config, rank)),
-        "full_attention": ("self_attn", lambda: _attention(config, rank)),
-        "mamba": ("mamba", mamba),
-    }
+    makers = _states_and_attention(("mamba", mamba), ("self_attn", lambda: _attention(config, rank)))
     return stack(config, num_layers, layers_of_kinds(config, layer_kinds(config, num_layers, kind), makers))
 
 
@@ -92,12 +88,7 @@ def nemotron_h(config: ModelConfig, rank: Rank) -> ModelLayers:
     def full() -> AttentionMemory:
         return _attention(config, rank, size=config.integer("head_dim", "attention_head_dim"))
 
-    makers: Makers = {
-        "M": ("mixer", mamba),
-        "mamba": ("mixer", mamba),
-        "*": ("mixer", full),
-        "attention": ("mixer", full),
-    }
+    makers = {**_states_and_attention(("mixer", mamba), ("mixer", full)), "M": ("mixer", mamba), "*": ("mixer", full)}
     keeping = [(index, kind) for index, kind in enumerate(kinds) if kind not in ("-", "E", "mlp", "moe")]
     layers = layers_of_kinds(config, [kind for _, kind in keeping], makers)
     placed = (
@@ -109,7 +100,7 @@ def nemotron_h(config: ModelConfig, rank: Rank) -> ModelLayers:
 
 def falcon_h1(config: ModelConfig, rank: Rank) -> ModelLayers:
     """Falcon-H1: every layer has attention and Mamba 2 side by side."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     channels = config.optional_integer("mamba_d_ssm") or config.integer("mamba_expand") * config.integer("hidden_size")
     keeps = (("self_attn", _attention(config, rank)), ("mamba", _named_mamba2(config, rank, channels)))
     layers = tuple(
@@ -122,7 +113,7 @@ def falcon_h1(config: ModelConfig, rank: Rank) -> ModelLayers:
 
 def lfm2(config: ModelConfig, rank: Rank) -> ModelLayers:
     """LFM2: short convolutions, attention where ``layer_types`` or ``full_attn_idxs`` says."""
-    num_layers, where = config.integer("num_hidden_layers"), config.integers("full_attn_idxs")
+    num_layers, where = config.num_layers(), config.integers("full_attn_idxs")
 
     def kind(index: int) -> str:
         if where is None:
@@ -137,23 +128,24 @@ def lfm2(config: ModelConfig, rank: Rank) -> ModelLayers:
     return stack(config, num_layers, layers_of_kinds(config, layer_kinds(config, num_layers, kind), makers))
 
 
+def _states_and_attention(state: Maker, full: Maker) -> Makers:
+    """Both under all the names that files give them: transformers renamed them in version 5."""
+    return {"mamba": state, "linear_attention": state, "attention": full, "full_attention": full}
+
+
 def _attention(config: ModelConfig, rank: Rank, *, size: int | None = None) -> AttentionMemory:
     rank.share(config.integer("num_attention_heads"), "attention heads")
     return attention(rank, heads=kv_heads(config), size=size or head_size(config))
 
 
 def _mamba2_or_attention(config: ModelConfig, rank: Rank, where: set[int] | None) -> ModelLayers:
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     fallback = None if where is None else lambda index: "attention" if index in where else "mamba"
 
     def mamba() -> StateMemory:
         return _named_mamba2(config, rank, config.integer("mamba_expand") * config.integer("hidden_size"))
 
-    makers: Makers = {
-        "attention": ("self_attn", lambda: _attention(config, rank)),
-        "full_attention": ("self_attn", lambda: _attention(config, rank)),
-        "mamba": ("mamba", mamba),
-    }
+    makers = _states_and_attention(("mamba", mamba), ("self_attn", lambda: _attention(config, rank)))
     return stack(config, num_layers, layers_of_kinds(config, layer_kinds(config, num_layers, fallback), makers))
 
 
