@@ -118,6 +118,7 @@ class BlockTable:
     ) -> npt.NDArray[np.int64]:
         """Where in the group's memory the tokens at ``positions`` of ``row_indices`` are, in token slots.
 
+        Positions are those of the row: with static sinks in front, a token's position plus ``sink_len``.
         Both are one-dimensional and of equal length, or either is a single number. Writes to the head of
         ``out`` and returns that part, or returns a new array. Raises ``InvalidRequestError`` for a row
         that is not there or a position beyond its row's blocks. O(tokens), vectorised.

@@ -25,6 +25,7 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from .errors import ConfigError, DuplicateRequestError, InvalidRequestError, RequestTooLargeError, UnknownRequestError
+from .hashing import token_list
 from .manager import Fit, KVCacheManager
 from .request import Request, RequestStatus
 
@@ -121,6 +122,7 @@ class Scheduler:
         self.num_lookahead_tokens = num_lookahead_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.full_sequence_must_fit = full_sequence_must_fit
+        # Every live request is in one of the two queues, which are sorted by rank.
         self._live: dict[str, _Live] = {}
         self._running: list[_Live] = []
         self._waiting: list[_Live] = []
@@ -198,7 +200,8 @@ class Scheduler:
         ``sampled`` has for every request that samples the drafts that were accepted and one token
         more; ``drafts`` are proposals for the next step; ``stopped`` names requests that end here
         (a stop token). Requests aborted since `schedule` are passed over. Raises ``InvalidRequestError``
-        for another step's output or missing or too many tokens, and changes nothing then.
+        for another step's output and for tokens that are missing, too many or no token ids, and changes
+        nothing then.
         """
         if output is not self._step:
             raise InvalidRequestError("update() needs the output of the last schedule(), once")
@@ -214,7 +217,7 @@ class Scheduler:
             if step.samples:
                 tokens = sampled[request.request_id]
                 request.num_computed_tokens -= len(step.draft_token_ids) + 1 - len(tokens)  # rejected drafts
-                request.append_output_token_ids(tokens)
+                request.append_output_token_ids(tokens if len(tokens) > 1 else tokens[0])  # one is faster
                 live = self._live[request.request_id]
                 if request.request_id in stopped:
                     finished.append(self._finish(live, RequestStatus.FINISHED_STOPPED))
@@ -369,9 +372,10 @@ def _check_options(manager: KVCacheManager, budget: int, max_num_running: int, p
 
 
 def _check_sampled(step: ScheduledRequest, sampled: Mapping[str, Sequence[int]]) -> None:
-    num_tokens, most = len(sampled.get(step.request.request_id, ())), len(step.draft_token_ids) + 1
-    if not 1 <= num_tokens <= most:
+    tokens, most = sampled.get(step.request.request_id, ()), len(step.draft_token_ids) + 1
+    if not 1 <= len(tokens) <= most:
         raise InvalidRequestError(
-            f"request {step.request.request_id!r} got {num_tokens} sampled tokens; this step gives 1 to {most}: "
+            f"request {step.request.request_id!r} got {len(tokens)} sampled tokens; this step gives 1 to {most}: "
             f"the accepted drafts and one more"
         )
+    token_list(tokens)  # raises for what is not a token id

@@ -25,6 +25,7 @@ from kvpager.attention import (
     Mamba,
     MLAAttention,
     ReferenceWindow,
+    SinkAttention,
     SlidingWindow,
 )
 from kvpager.check import check_manager
@@ -53,6 +54,7 @@ KINDS: dict[str, list[AttentionSpec]] = {
     "mamba all": [Mamba(block_size=4, mode="all")],
     "mamba align": [ALIGN],
     "reference window": [ReferenceWindow(block_size=4, window=5)],
+    "sinks + window": [SinkAttention(block_size=4, sink_len=4), WINDOW],
     "full + window": [FULL, WINDOW],
     "full + two windows": [FULL, WINDOW, SlidingWindow(block_size=4, window=13)],
     "full + chunked": [FULL, CHUNK],
@@ -80,6 +82,8 @@ class Visitor:
 class Scenario:
     kind: str
     num_blocks: int
+    sparse: bool
+    """Whether windows and states are retained at few places only."""
     manager_options: dict[str, Any]
     options: dict[str, Any]
     visitors: list[Visitor]
@@ -111,6 +115,7 @@ def scenarios(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), policy: str 
     return Scenario(
         kind=kind,
         num_blocks=draw(st.integers(2, 12 * len(KINDS[kind]))),
+        sparse=draw(st.sampled_from([False, False, True])),
         manager_options={
             "max_num_batched_tokens": budget + draw(st.integers(0, 10)),
             "use_eagle": eagle,
@@ -172,7 +177,8 @@ class ToyEngine:
 
     @staticmethod
     def _slot(spec: AttentionSpec, table: list[int], position: int) -> int:
-        block = table[position // spec.block_size]
+        num_sink_blocks = spec.num_sink_blocks if isinstance(spec, SinkAttention) else 0
+        block = table[num_sink_blocks + position // spec.block_size]
         assert block != 0, f"position {position} is read or written, but null in the table"
         return block * spec.block_size + position % spec.block_size
 
@@ -225,7 +231,10 @@ class World:
             else spec
             for spec in KINDS[scenario.kind]
         ]
-        config = CacheConfig.uniform(scenario.num_blocks + 1, specs)
+        sparse = scenario.sparse and any(spec.sparse_retention for spec in specs)
+        options = {"retention_interval": 16} if sparse else {}
+        num_sink_blocks = sum(spec.num_sink_blocks for spec in specs if isinstance(spec, SinkAttention))
+        config = CacheConfig.uniform(scenario.num_blocks + 1 + num_sink_blocks, specs, **options)
         self.alignment = config.alignment
         self.hasher = BlockHasher.for_config(config)
         self.manager = KVCacheManager(config, max_model_len=MAX_MODEL_LEN, **scenario.manager_options)
@@ -409,6 +418,7 @@ def eight_that_want_it_all(kind: str, num_blocks: int, lookahead: int) -> World:
         Scenario(
             kind=kind,
             num_blocks=num_blocks,
+            sparse=False,
             manager_options={"max_num_batched_tokens": 10},
             options={
                 "max_num_scheduled_tokens": 10,

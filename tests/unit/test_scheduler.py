@@ -326,6 +326,8 @@ def test_samples_that_the_step_cannot_give_are_refused_and_nothing_changes(sampl
     output = s.scheduler.schedule()
     with pytest.raises(InvalidRequestError, match=r"'a' got \d sampled tokens; this step gives 1 to 2"):
         s.scheduler.update(output, {"b": [7]} | sampled)
+    with pytest.raises(InvalidRequestError, match="-1"):
+        s.scheduler.update(output, {"a": [7], "b": [-1]})
     assert (request.num_computed_tokens, request.output_token_ids) == (6, [7])
     s.scheduler.update(output, {"a": [8, 9], "b": [7]})
     assert request.output_token_ids == [7, 8, 9]
