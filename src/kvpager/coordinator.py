@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+from .attention import CrossAttention
 from .attention.base import UNBOUNDED
 from .config import CacheConfig, check_eagle
 from .errors import InvariantError
@@ -178,15 +179,10 @@ class KVCacheCoordinator:
         pairs = zip(self.single_type_managers, hits, strict=True)
         return [group.need_of_sequence(request_id, blocks, tokens, max_step) for group, blocks in pairs]
 
-    def plan_alone(
-        self, num_slots: int, num_lookahead_tokens: int, num_prompt_tokens: int, num_encoder_tokens: int
-    ) -> int:
+    def plan_alone(self, tokens: TokenRanges, num_lookahead_tokens: int) -> int:
         """Blocks that a sequence takes at most when it has the cache for itself. O(groups)."""
         max_step = self._max_step + num_lookahead_tokens
-        return sum(
-            group.spec.most_held(num_slots, max_step, num_prompt_tokens, num_encoder_tokens)
-            for group in self.single_type_managers
-        )
+        return sum(group.most_held(tokens, max_step) for group in self.single_type_managers)
 
     def releasable(self, request_id: str, num_processed: int, num_prompt_tokens: int) -> int:
         """Blocks that ``release`` would free. Read only. O(newly dead)."""
@@ -304,10 +300,11 @@ class KVCacheCoordinator:
         return first
 
     def blocks_from(self, request_id: str, token: int) -> set[int]:
-        """The blocks of a request that hold tokens from ``token`` on. O(blocks)."""
+        """The blocks of a request that hold tokens or states from ``token`` on. O(blocks)."""
         return {
             block_id
             for group in self.single_type_managers
+            if not isinstance(group.spec, CrossAttention)  # an encoder's blocks depend on no token
             for block_id in group.tables[request_id].ids(token // group.block_size)
             if block_id
         }

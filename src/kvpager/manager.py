@@ -545,8 +545,8 @@ class KVCacheManager:
         needs = coordinator.plan(request_id, hits, tokens)
         if conditions.full_sequence_must_fit and sum(needs) <= available:
             lookahead = conditions.num_lookahead_tokens
-            slots = min(request.num_tokens + lookahead, self.max_model_len)
-            whole = replace(tokens, num_slots=max(slots, tokens.num_slots))
+            main = min(max(request.num_tokens, tokens.num_main), self.max_model_len)
+            whole = replace(tokens, num_main=main, num_slots=min(main + lookahead, self.max_model_len))
             needs = max(needs, coordinator.plan_sequence(request_id, hits, whole, lookahead), key=sum)
         short = max(0, sum(needs) - available)
         return Probe(
@@ -558,29 +558,38 @@ class KVCacheManager:
             limiting_group=max(range(len(needs)), key=needs.__getitem__) if short else None,
         )
 
-    def _capacity(self) -> int:
-        return self.block_pool.num_blocks - 1 - self.block_pool.num_reserved
-
     def _fits_alone(self, request: RequestLike, num_lookahead: int, num_encoder: int) -> bool:
         max_tokens = getattr(request, "max_tokens", None)
         longest = request.num_tokens if max_tokens is None else request.num_prompt_tokens + max_tokens
-        slots = min(max(longest, request.num_tokens) + num_lookahead, self.max_model_len)
-        need = self.coordinator.plan_alone(slots, num_lookahead, request.num_prompt_tokens, num_encoder)
-        return need <= self._capacity()
+        return self._length_fits(
+            max(longest, request.num_tokens), request.num_prompt_tokens, num_lookahead, num_encoder
+        )
 
     def _num_tokens_that_fit(self, num_lookahead: int, tokens: TokenRanges) -> int:
         """The longest sequence that the cache can hold: bisected, since need grows with length."""
         fits, too_many = 0, self.max_model_len + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            slots = min(middle + num_lookahead, self.max_model_len)
             prompt = min(tokens.num_prompt_tokens, middle)
-            need = self.coordinator.plan_alone(slots, num_lookahead, prompt, tokens.num_encoder_tokens)
-            if need <= self._capacity():
+            if self._length_fits(middle, prompt, num_lookahead, tokens.num_encoder_tokens):
                 fits = middle
             else:
                 too_many = middle
         return fits
+
+    def _length_fits(self, num_tokens: int, num_prompt_tokens: int, num_lookahead: int, num_encoder: int) -> bool:
+        main = min(num_tokens, self.max_model_len)
+        tokens = TokenRanges(
+            num_local=0,
+            num_computed=0,
+            num_start=0,
+            num_main=main,
+            num_slots=min(main + num_lookahead, self.max_model_len),
+            num_prompt_tokens=num_prompt_tokens,
+            num_encoder_tokens=num_encoder,
+        )
+        capacity = self.block_pool.num_blocks - 1 - self.block_pool.num_reserved
+        return self.coordinator.plan_alone(tokens, num_lookahead) <= capacity
 
     def _admitted(self, request: RequestLike, num_hits: int, blocks: KVCacheBlocks | None) -> _Holding:
         holding = self._holdings[request.request_id] = _Holding(request)

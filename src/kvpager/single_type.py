@@ -150,11 +150,15 @@ class SingleTypeKVCacheManager:
             needs.append(need)
         return max(0, *needs)
 
+    def most_held(self, tokens: TokenRanges, max_step: int) -> int:
+        """Blocks that a sequence of ``num_slots`` holds at most, nothing of it being shared. O(log span)."""
+        return self.spec.most_held(self._goal(tokens), max_step, tokens.num_prompt_tokens, tokens.num_encoder_tokens)
+
     def _need_of_states(self, table: BlockList | None, hits: BlockList, tokens: TokenRanges) -> int:
         """Of an align group's states, those from before, the running one and the speculative ones. O(held)."""
         assert isinstance(self.spec, Mamba)
         speculative, most = self.spec.release_delay, self.spec.most_states
-        goal = ceil_div(tokens.num_slots, self.block_size)
+        goal = ceil_div(self._goal(tokens), self.block_size)
         if table is None:
             evictable = self._evictable(hits, self.spec.dead(tokens.num_start, tokens.num_prompt_tokens))
             start = evictable + (tokens.num_computed > tokens.num_local)  # the hit's state, or a loaded one
@@ -196,10 +200,12 @@ class SingleTypeKVCacheManager:
         return _Growth(null_start - length, null_stop - null_start, 0, goal - null_stop)
 
     def _growth_to_slots(self, request_id: str, length: int, tokens: TokenRanges, dead: range) -> _Growth:
-        # Drafts have no state layers: look-ahead slots are not for align groups.
-        num_tokens = tokens.num_main if self.is_align else tokens.num_slots
-        running = request_id in self._states
-        return self._growth(length, num_tokens, tokens.num_encoder_tokens, dead, self.spec.release_delay, running)
+        running, speculative = request_id in self._states, self.spec.release_delay
+        return self._growth(length, self._goal(tokens), tokens.num_encoder_tokens, dead, speculative, running)
+
+    def _goal(self, tokens: TokenRanges) -> int:
+        """The token count to grow to. Drafts have no state layers: lookahead slots are not for align groups."""
+        return tokens.num_main if self.is_align else tokens.num_slots
 
     # -- the deed: cannot fail once the plan has been found to fit -----------------------------
 
@@ -355,10 +361,10 @@ class SingleTypeKVCacheManager:
         table = self.tables[request_id]
         if isinstance(self.spec, Mamba) and not self.spec.can_hit:  # one state, overwritten in place
             return not token
-        if self.is_align:  # the state that it goes on from must be the one after exactly ``token`` tokens
-            return not token or (
-                token % self.block_size == 0 and self._pool.block_hash(table[token // self.block_size - 1]) is not None
-            )
+        if self.is_align:  # the state after exactly ``token`` tokens, and a block for each that follows
+            first = token // self.block_size
+            starts = not token or (token % self.block_size == 0 and self._pool.block_hash(table[first - 1]) is not None)
+            return starts and NULL_BLOCK not in table.ids(first)
         dead = self.spec.dead(token, num_prompt_tokens)
         return NULL_BLOCK not in table.ids(0, dead.start) + table.ids(dead.stop)
 
