@@ -112,8 +112,7 @@ class CacheConfig:
         _require_int("retention_interval", interval, 0)
         if interval % self.alignment:
             raise ConfigError(
-                f"retention_interval must be 0 or a multiple of the alignment {self.alignment} tokens, "
-                f"got {interval}"
+                f"retention_interval must be 0 or a multiple of the alignment {self.alignment} tokens, got {interval}"
             )
         if not any(spec.sparse_retention for spec in self.specs):
             raise ConfigError(
