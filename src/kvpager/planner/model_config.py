@@ -14,7 +14,7 @@ __all__ = ["ModelConfig", "load_model_config"]
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where multimodal models keep the configuration of the model that generates text."""
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,4 +50,7 @@ def model_layers(config: ModelConfig, rank: Rank) -> ModelLayers:
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise config.error("model_type", f"{config.model_type!r} is not a family that can be placed; known: {known}")
-    return family(config, rank)
+    found = family(config, rank)
+    if not found.layers:
+        raise config.error("layers", f"none of the {found.num_layers} keeps anything: there is no cache to plan")
+    return found
