@@ -6,7 +6,11 @@
 namespace kvpager {
 
 // Borrowed for the life of the process: kvpager.errors is never unloaded.
+extern PyObject* config_error;
 extern PyObject* invalid_request_error;
+extern PyObject* unknown_block_error;
+extern PyObject* block_state_error;
+extern PyObject* out_of_blocks_error;
 
 // Looks the classes up; called once, when the module is made.
 void import_errors();

@@ -3,9 +3,11 @@
 
 #include "errors.h"
 #include "hashing.h"
+#include "pool_bindings.h"
 
 NB_MODULE(_native, module) {
-    module.doc() = "The compiled part of kvpager: hash chains. Not public; use the modules above it.";
+    module.doc() = "The compiled part of kvpager: hash chains and blocks. Not public; use the modules above it.";
     kvpager::import_errors();
     kvpager::bind_hashing(module);
+    kvpager::bind_pool(module);
 }

@@ -1,0 +1,609 @@
+#include "pool.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+#include "errors.h"
+
+namespace nb = nanobind;
+
+namespace kvpager {
+
+namespace {
+
+using Long = long long;  // what PyErr_Format's %lld takes
+
+// How far look-ups run ahead of themselves, so that memory is fetched while others are compared.
+constexpr size_t window = 16;
+
+BlockId checked_size(int64_t num_blocks) {
+    constexpr int64_t most = std::numeric_limits<BlockId>::max() - static_cast<int64_t>(FreeQueue::num_sentinels);
+    if (num_blocks < 1 || num_blocks > most) {
+        raise(config_error, "num_blocks must be 1 to %lld, got %lld", Long{most}, Long{num_blocks});
+    }
+    return static_cast<BlockId>(num_blocks);
+}
+
+bool is_dead_first(nb::handle eviction_order) {
+    if (PyUnicode_Check(eviction_order.ptr())) {
+        if (PyUnicode_CompareWithASCIIString(eviction_order.ptr(), "dead_first") == 0) return true;
+        if (PyUnicode_CompareWithASCIIString(eviction_order.ptr(), "recency") == 0) return false;
+    }
+    raise(config_error, "eviction_order must be one of ('dead_first', 'recency'), got %R", eviction_order.ptr());
+}
+
+}  // namespace
+
+Pool::Pool(int64_t num_blocks, int64_t num_groups, nb::handle eviction_order, bool enable_events, nb::object residency)
+    : num_blocks_(checked_size(num_blocks)),
+      num_groups_(num_groups),
+      dead_first_(is_dead_first(eviction_order)),
+      logs_events_(enable_events),
+      observed_(!residency.is_none()),
+      blocks_(num_blocks_ + FreeQueue::num_sentinels),
+      outside_(num_blocks_),
+      queue_(blocks_.data(), num_blocks_),
+      index_(blocks_.data(), num_blocks_),
+      num_free_(num_blocks - 1),
+      residency_(std::move(residency)) {
+    if (num_groups < 0 || num_groups > std::numeric_limits<Group>::max()) {
+        raise(config_error, "num_groups must be 0 to %d, got %lld", std::numeric_limits<Group>::max(), Long{num_groups});
+    }
+}
+
+// -- conversions --------------------------------------------------------------------------------
+
+BlockId Pool::checked(nb::handle id) const {
+    int overflow = 0;
+    Long value = PyLong_Check(id.ptr()) ? PyLong_AsLongLongAndOverflow(id.ptr(), &overflow) : -1;
+    if (overflow != 0 || value < 0 || value >= num_blocks_) {
+        raise(unknown_block_error, "block id %R is not in the pool; ids are 0 to %d", id.ptr(), num_blocks_ - 1);
+    }
+    return static_cast<BlockId>(value);
+}
+
+BlockId Pool::checked_real(nb::handle id) const {
+    BlockId block = checked(id);
+    if (block == null_block) {
+        raise(block_state_error, "block 0 is the null block: it is never held, touched or freed; leave it out");
+    }
+    return block;
+}
+
+Group Pool::checked_group(int64_t group) const {
+    if (group < 0 || group >= num_groups_) {
+        raise(invalid_request_error, "group %lld is not there; groups are 0 to %lld", Long{group}, Long{num_groups_ - 1});
+    }
+    return static_cast<Group>(group);
+}
+
+void Pool::check_range(const BlockList& list, int64_t start, int64_t stop) const {
+    if (start < 0 || stop > list.size()) {
+        raise(invalid_request_error, "positions %lld to %lld are not in a list of %lld blocks", Long{start}, Long{stop},
+              Long{list.size()});
+    }
+}
+
+// A list may have been made by hand, or be another pool's.
+void Pool::check_ids(const BlockList& list, int64_t start, int64_t stop) const {
+    for (int64_t position = start; position < stop; ++position) {
+        if (list.ids[position] >= num_blocks_) {
+            raise(unknown_block_error, "block id %d is not in the pool; ids are 0 to %d", list.ids[position],
+                  num_blocks_ - 1);
+        }
+    }
+}
+
+void Pool::check_supply(int64_t num_blocks) const {
+    if (num_blocks < 0 || num_blocks > num_free_) {
+        raise(out_of_blocks_error, "%lld blocks were asked for, %lld are free", Long{num_blocks}, Long{num_free_});
+    }
+}
+
+// -- look-ups -----------------------------------------------------------------------------------
+
+std::vector<BlockList> Pool::prefix(std::span<const Group> groups, const Hashes& hashes, int64_t stop) const {
+    hashes.require(0, stop);
+    std::vector<BlockList> found(groups.size());
+    std::vector<uint32_t> tags(window * groups.size());
+    if (groups.empty()) return found;
+    for (int64_t start = 0; start < stop; start += window) {
+        int64_t end = std::min<int64_t>(start + window, stop);
+        size_t at = 0;
+        for (int64_t position = start; position < end; ++position) {
+            hashes.prefetch_hash(position + window);
+            for (Group group : groups) index_.prefetch_slot(tags[at++] = index_.tag(hashes[position], group));
+        }
+        for (size_t i = 0; i < at; ++i) index_.prefetch_candidate(tags[i]);
+        std::array<BlockId, 1> one;
+        std::vector<BlockId> many(groups.size() > 1 ? groups.size() : 0);
+        std::span<BlockId> row = groups.size() == 1 ? std::span<BlockId>(one) : std::span<BlockId>(many);
+        at = 0;
+        for (int64_t position = start; position < end; ++position) {
+            for (size_t i = 0; i < groups.size(); ++i) {
+                row[i] = index_.find(tags[at++], hashes[position], groups[i]);
+                if (row[i] == null_block) return found;
+            }
+            for (size_t i = 0; i < groups.size(); ++i) found[i].ids.push_back(row[i]);
+        }
+    }
+    return found;
+}
+
+int64_t Pool::run_start(std::span<const Group> groups, const Hashes& hashes, int64_t start, int64_t stop) const {
+    if (start >= stop) return start;
+    hashes.require(start, stop);
+    std::vector<uint32_t> tags(window * groups.size());
+    for (int64_t end = stop; end > start; end -= window) {
+        int64_t begin = std::max<int64_t>(end - window, start);
+        size_t at = 0;
+        for (int64_t position = end - 1; position >= begin; --position) {
+            for (Group group : groups) index_.prefetch_slot(tags[at++] = index_.tag(hashes[position], group));
+        }
+        for (size_t i = 0; i < at; ++i) index_.prefetch_candidate(tags[i]);
+        at = 0;
+        for (int64_t position = end - 1; position >= begin; --position) {
+            for (Group group : groups) {
+                if (index_.find(tags[at++], hashes[position], group) == null_block) return position + 1;
+            }
+        }
+    }
+    return start;
+}
+
+BlockList Pool::lookup(Group group, const Hashes& hashes, int64_t start, int64_t stop) const {
+    if (start < stop) hashes.require(start, stop);
+    if (start < 0) raise(invalid_request_error, "start must be at least 0, got %lld", Long{start});
+    BlockList found;
+    found.ids.reserve(std::max(start, stop));
+    found.ids.resize(start, null_block);
+    for (int64_t position = start; position < stop; ++position) {
+        if (position + 4 < stop) index_.prefetch_slot(index_.tag(hashes[position + 4], group));
+        BlockId block = index_.find(index_.tag(hashes[position], group), hashes[position], group);
+        if (block == null_block) {
+            raise(block_state_error, "position %lld is not cached in group %d", Long{position}, group);
+        }
+        found.ids.push_back(block);
+    }
+    return found;
+}
+
+bool Pool::serves_hit(const BlockList& blocks, Group group, const Hashes& hashes) const {
+    check_ids(blocks, 0, blocks.size());
+    for (int64_t position = 0; position < blocks.size(); ++position) {
+        if (blocks.ids[position] == null_block) continue;
+        hashes.require(position, position + 1);
+        if (!index_.carries(blocks.ids[position], hashes[position], group)) return false;
+    }
+    return true;
+}
+
+int64_t Pool::count_evictable(const BlockList& blocks, int64_t start, int64_t stop) const {
+    start = std::max<int64_t>(start, 0), stop = std::min(stop, blocks.size());
+    check_ids(blocks, start, stop);
+    int64_t count = 0;
+    for (int64_t position = start; position < stop; ++position) {
+        BlockId block = blocks.ids[position];
+        count += block != null_block && blocks_[block].refs == 0;
+    }
+    return count;
+}
+
+int64_t Pool::count_exclusive(const BlockList& blocks, int64_t start, int64_t stop) const {
+    start = std::max<int64_t>(start, 0), stop = std::min(stop, blocks.size());
+    check_ids(blocks, start, stop);
+    int64_t count = 0;
+    for (int64_t position = start; position < stop; ++position) count += blocks_[blocks.ids[position]].refs == 1;
+    return count;
+}
+
+int64_t Pool::num_shared_by(const BlockList& blocks, int64_t num_holders) const {
+    int64_t position = 0;
+    for (; position < blocks.size(); ++position) {
+        check_ids(blocks, position, position + 1);
+        BlockId block = blocks.ids[position];
+        if (blocks_[block].refs - outside_[block] != num_holders) break;
+    }
+    return position;
+}
+
+// -- tables -------------------------------------------------------------------------------------
+
+void Pool::adopt(BlockList& table, const BlockList& hits, int64_t start, int64_t stop) {
+    if (start >= stop) return;
+    check_range(hits, start, stop);
+    check_ids(hits, start, stop);
+    table.ids.reserve(table.ids.size() + (stop - start));
+    for (int64_t position = start; position < stop; ++position) {
+        BlockId block = hits.ids[position];
+        if (block != null_block) {
+            refer(block, 0);
+            blocks_[block].flags |= hit_once;
+            note(Happened::used, block);
+        }
+        table.ids.push_back(block);
+    }
+}
+
+void Pool::extend(BlockList& table, int64_t num_blocks, bool note_new) {
+    check_supply(num_blocks);
+    size_t length = table.ids.size();
+    table.ids.resize(length + num_blocks);
+    std::span<BlockId> taken = std::span(table.ids).subspan(length);
+    take(taken);
+    if (!note_new) return;
+    for (BlockId block : taken) {
+        if (blocks_[block].is(noted)) continue;
+        blocks_[block].flags |= noted;
+        new_.push_back(block);
+    }
+}
+
+void Pool::extend_null(BlockList& table, int64_t num_positions) {
+    if (num_positions > 0) table.ids.resize(table.ids.size() + num_positions, null_block);
+}
+
+void Pool::move(BlockList& table, int64_t source) {
+    check_range(table, source, source + 1);
+    BlockId moved = table.ids[source];
+    table.ids.push_back(moved);
+    table.ids[source] = null_block;
+}
+
+void Pool::release(BlockList& table, int64_t start, int64_t stop, Range keep) {
+    if (start >= stop) return;
+    check_range(table, start, stop);
+    check_ids(table, start, stop);
+    freed_.clear();
+    for (int64_t position = stop - 1; position >= start; --position) {
+        BlockId block = table.ids[position];
+        if (block != null_block) freed_.push_back({block, !keep.holds(position)});
+    }
+    give_back(freed_);
+    std::fill(table.ids.begin() + start, table.ids.begin() + stop, null_block);
+}
+
+void Pool::free_tables(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes,
+                       std::span<const Range> dead, std::span<const Range> keep) {
+    for (BlockList* table : tables) check_ids(*table, 0, table->size());
+    merge_tails(tables, block_sizes, dead, keep);
+    give_back(freed_);
+    for (BlockList* table : tables) table->ids.clear();
+}
+
+// Fills `freed_` with all blocks, tail first: across tables by end position, or with "recency"
+// table after table.
+void Pool::merge_tails(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes,
+                       std::span<const Range> dead, std::span<const Range> keep) {
+    freed_.clear();
+    auto add = [&](size_t i, int64_t position) {
+        BlockId block = tables[i]->ids[position];
+        if (block == null_block) return;
+        bool gone = dead[i].holds(position) && !keep[i].holds(position);
+        freed_.push_back({block, gone, false, dead_first_ ? uint16_t{0} : static_cast<uint16_t>(i)});
+    };
+    if (!dead_first_ || tables.size() == 1) {
+        for (size_t i = 0; i < tables.size(); ++i) {
+            for (int64_t position = tables[i]->size() - 1; position >= 0; --position) add(i, position);
+        }
+        return;
+    }
+    std::vector<int64_t> lengths(tables.size());
+    for (size_t i = 0; i < tables.size(); ++i) lengths[i] = tables[i]->size();
+    for (;;) {
+        int64_t end = 0;
+        for (size_t i = 0; i < tables.size(); ++i) end = std::max(end, lengths[i] * block_sizes[i]);
+        if (end == 0) return;
+        for (size_t i = 0; i < tables.size(); ++i) {
+            if (lengths[i] * block_sizes[i] == end) add(i, --lengths[i]);
+        }
+    }
+}
+
+std::vector<BlockId> Pool::pop_tables(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes) {
+    for (BlockList* table : tables) check_ids(*table, 0, table->size());
+    std::vector<BlockId> popped = heads_first(tables, block_sizes);
+    for (size_t i = 0; i < popped.size(); ++i) {
+        if (blocks_[popped[i]].refs <= outside_[popped[i]]) {
+            for (size_t j = 0; j < i; ++j) change_counts(popped[j], 0, -1);
+            raise(block_state_error, "block %d is in a table, but no request holds it", popped[i]);
+        }
+        change_counts(popped[i], 0, 1);
+    }
+    for (BlockList* table : tables) table->ids.clear();
+    return popped;
+}
+
+std::vector<BlockId> Pool::heads_first(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes) {
+    std::vector<BlockId> blocks;
+    if (dead_first_) {
+        std::vector<Range> none(tables.size());
+        merge_tails(tables, block_sizes, none, none);
+        for (size_t i = freed_.size(); i-- > 0;) blocks.push_back(freed_[i].block);
+        return blocks;
+    }
+    for (BlockList* table : tables) {
+        for (BlockId block : table->ids) {
+            if (block != null_block) blocks.push_back(block);
+        }
+    }
+    return blocks;
+}
+
+std::vector<Range> Pool::commit(BlockList& table, Group group, const Hashes& hashes, int64_t start, int64_t stop) {
+    std::vector<Range> runs;
+    stop = std::min(stop, hashes.num_positions());
+    if (start >= stop) return runs;
+    check_range(table, start, stop);
+    check_ids(table, start, stop);
+    for (int64_t position = start; position < stop; ++position) {
+        hashes.prefetch_hash(position + window);
+        hashes[position];  // a bad one is refused before anything has changed
+    }
+    std::array<uint32_t, window> tags;
+    for (int64_t begin = start; begin < stop; begin += window) {
+        int64_t end = std::min<int64_t>(begin + window, stop);
+        for (int64_t position = begin; position < end; ++position) {
+            index_.prefetch_slot(tags[position - begin] = index_.tag(hashes[position], group));
+            index_.prefetch_digest(table.ids[position]);
+            prefetch(&blocks_[table.ids[position]]);
+        }
+        for (int64_t position = begin; position < end; ++position) {
+            BlockId block = table.ids[position];
+            if (block == null_block || is_cached(block)) continue;
+            if (!index_.insert(block, tags[position - begin], hashes[position], group)) continue;
+            if (!runs.empty() && runs.back().stop == position) {
+                ++runs.back().stop;
+            } else {
+                runs.push_back({position, position + 1});
+            }
+        }
+    }
+    return runs;
+}
+
+// -- blocks by id -------------------------------------------------------------------------------
+
+std::vector<BlockId> Pool::allocate(int64_t num_blocks) {
+    check_supply(num_blocks);
+    std::vector<BlockId> taken(num_blocks);
+    take(taken);
+    for (BlockId block : taken) change_counts(block, 0, 1);
+    return taken;
+}
+
+void Pool::touch(std::span<const BlockId> blocks) {
+    for (BlockId block : blocks) {
+        refer(block, 1);
+        note(Happened::used, block);
+    }
+}
+
+void Pool::free_blocks(std::span<const BlockId> blocks) {
+    std::vector<BlockId> sorted(blocks.begin(), blocks.end());
+    std::sort(sorted.begin(), sorted.end());
+    for (size_t i = 0, times = 1; i < sorted.size(); ++i, ++times) {
+        BlockId block = sorted[i];
+        if (i + 1 < sorted.size() && sorted[i + 1] == block) continue;
+        if (outside_[block] < static_cast<int64_t>(times)) {
+            raise(block_state_error,
+                  "block %d is freed %zux, but only %d of its %d references were handed out; free what "
+                  "pop_blocks_for_free, allocate or touch gave you, once (a request's own blocks go back with "
+                  "manager.free)",
+                  block, times, outside_[block], blocks_[block].refs);
+        }
+        times = 0;
+    }
+    freed_.clear();
+    for (BlockId block : blocks) {
+        change_counts(block, -1, -1);
+        if (blocks_[block].refs == 0) freed_.push_back({block, false, true});
+    }
+    requeue(freed_);
+}
+
+void Pool::evict_blocks(std::span<const BlockId> blocks) {
+    for (BlockId block : blocks) {
+        if (!is_cached(block)) continue;
+        evict(block, index_.tag_of(block));
+        if (blocks_[block].refs == 0 && dead_first_) {
+            queue_.remove(block);
+            FreeQueue::Front front = queue_.front();
+            queue_.push(front, block);
+        }
+    }
+}
+
+bool Pool::reset_prefix_cache() {
+    if (num_held() != 0 || num_popped_ != 0) return false;
+    clear_index();
+    return true;
+}
+
+void Pool::clear_index() {
+    ++generation_;
+    index_.clear(queue_.next_unused());
+    for (BlockId block = 0; block < queue_.next_unused(); ++block) {
+        blocks_[block].flags &= static_cast<uint16_t>(~hit_once);
+    }
+    queue_.forget_recency();
+    note(Happened::reset, null_block);
+    if (logs_events_) events_.push_back({Change::cleared, 0, {}, {}});
+}
+
+std::vector<BlockId> Pool::reserve(int64_t num_blocks) {
+    check_supply(num_blocks);
+    std::vector<BlockId> taken(num_blocks);
+    take(taken);
+    reserved_.insert(reserved_.end(), taken.begin(), taken.end());
+    return taken;
+}
+
+std::vector<BlockId> Pool::take_new_block_ids() {
+    for (BlockId block : new_) blocks_[block].flags &= static_cast<uint16_t>(~noted);
+    return std::exchange(new_, {});
+}
+
+// -- inside -------------------------------------------------------------------------------------
+
+// Takes blocks from the front of the queue; there are enough.
+void Pool::take(std::span<BlockId> out) {
+    std::array<uint32_t, window> tags;
+    for (size_t start = 0; start < out.size(); start += window) {
+        std::span<BlockId> some = out.subspan(start, std::min(window, out.size() - start));
+        for (BlockId& block : some) {
+            block = queue_.pop();
+            if (is_cached(block)) index_.prefetch_digest(block);
+        }
+        for (size_t i = 0; i < some.size(); ++i) {
+            if (is_cached(some[i])) index_.prefetch_slot(tags[i] = index_.tag_of(some[i]));
+        }
+        for (size_t i = 0; i < some.size(); ++i) {
+            if (is_cached(some[i])) {
+                evict(some[i], tags[i]);
+                ++num_evictions_;
+            }
+            blocks_[some[i]].refs = 1;
+            note(Happened::allocated, some[i]);
+        }
+    }
+    num_free_ -= static_cast<int64_t>(out.size());
+}
+
+// Takes a block out of the index; tells it if it was the last copy.
+void Pool::evict(BlockId block, uint32_t tag) {
+    if (index_.erase(block, tag) && logs_events_) {
+        events_.push_back({Change::removed, blocks_[block].group, {}, {}});
+        std::memcpy(events_.back().digest, index_.digest(block), digest_bytes);
+    }
+    blocks_[block].flags &= static_cast<uint16_t>(~hit_once);
+    ++generation_;
+    note(Happened::evicted, block);
+}
+
+void Pool::refer(BlockId block, int outside) {
+    Block& referred = blocks_[block];
+    if (referred.refs == 0) {
+        queue_.remove(block);
+        --num_free_;
+    }
+    if (outside == 0 && !referred.is(held_outside)) {
+        ++referred.refs;
+    } else {
+        change_counts(block, 1, outside);
+    }
+}
+
+// Keeps count of the blocks that outsiders alone refer to.
+void Pool::change_counts(BlockId block, int refs, int outside) {
+    Block& changed = blocks_[block];
+    int32_t& of_outsiders = outside_[block];
+    num_popped_ -= of_outsiders > 0 && of_outsiders == changed.refs;
+    changed.refs += refs;
+    of_outsiders += outside;
+    num_popped_ += of_outsiders > 0 && of_outsiders == changed.refs;
+    changed.flags = static_cast<uint16_t>(of_outsiders > 0 ? changed.flags | held_outside : changed.flags & ~held_outside);
+}
+
+// Drops one reference that a request holds from each; what has none left is queued, in this order.
+void Pool::give_back(std::vector<Freed>& freed) {
+    size_t num_last = 0;
+    for (size_t i = 0; i < freed.size(); ++i) {
+        Block& block = blocks_[freed[i].block];
+        int32_t outside = block.is(held_outside) ? outside_[freed[i].block] : 0;
+        if (block.refs <= outside) refuse_release(std::span(freed).first(i), freed[i].block);
+        --block.refs;
+        num_popped_ += outside > 0 && block.refs == outside;
+        num_last += freed[i].last = block.refs == 0;
+    }
+    if (num_last < freed.size()) std::erase_if(freed, [](const Freed& one) { return !one.last; });
+    requeue(freed);
+}
+
+void Pool::refuse_release(std::span<const Freed> taken_back, BlockId block) {
+    for (const Freed& one : taken_back) {
+        Block& restored = blocks_[one.block];
+        num_popped_ -= restored.is(held_outside) && restored.refs == outside_[one.block];
+        ++restored.refs;
+    }
+    raise(block_state_error, "block %d is in a table, but no request holds it", block);
+}
+
+void Pool::requeue(std::span<const Freed> freed) {
+    FreeQueue::Front front = queue_.front();
+    uint16_t batch = 0;
+    for (const Freed& one : freed) {
+        const Block& block = blocks_[one.block];
+        if (one.batch != batch) {
+            batch = one.batch;
+            front = queue_.front();
+        }
+        if (!block.is(in_index)) {
+            queue_.push(front, one.block);
+        } else if (one.dead && dead_first_ && !block.is(hit_once)) {
+            queue_.push_dead(one.block);
+        } else {
+            queue_.push_recent(one.block);
+        }
+    }
+    num_free_ += static_cast<int64_t>(freed.size());
+}
+
+// -- events -------------------------------------------------------------------------------------
+
+void Pool::log(nb::object event) {
+    if (logs_events_) events_.push_back({Change::logged, 0, {}, std::move(event)});
+}
+
+nb::list Pool::take_events() {
+    std::vector<Event> events = std::exchange(events_, {});
+    nb::list list;
+    if (events.empty()) return list;
+    nb::module_ classes = nb::module_::import_("kvpager.events");
+    nb::object removed = classes.attr("BlockRemoved"), cleared = classes.attr("AllBlocksCleared");
+    nb::object medium = classes.attr("MEDIUM_GPU");
+    for (Event& event : events) {
+        switch (event.what) {
+            case Change::logged: list.append(event.object); break;
+            case Change::cleared: list.append(cleared()); break;
+            case Change::removed: {
+                nb::list hashes;
+                hashes.append(nb::bytes(event.digest, digest_bytes));
+                list.append(removed(hashes, medium, event.group));
+            }
+        }
+    }
+    return list;
+}
+
+void Pool::tell_observer() {
+    if (notes_.empty()) return;
+    static constexpr const char* methods[] = {"allocated", "used", "evicted", "reset"};
+    std::vector<Note> notes = std::exchange(notes_, {});
+    nb::object observer = residency_;
+    for (const Note& note : notes) {
+        const char* method = methods[static_cast<size_t>(note.what)];
+        try {
+            note.what == Happened::reset ? observer.attr(method)() : observer.attr(method)(note.block);
+        } catch (nb::python_error& error) {
+            // The deed is done; an observer that fails cannot undo it.
+            error.discard_as_unraisable(observer);
+        }
+    }
+}
+
+int Pool::traverse(visitproc visit, void* arg) {
+    Py_VISIT(residency_.ptr());
+    for (const Event& event : events_) Py_VISIT(event.object.ptr());
+    return 0;
+}
+
+void Pool::clear_references() {
+    std::vector<Event> events = std::exchange(events_, {});
+    nb::object residency = std::exchange(residency_, nb::none());
+    observed_ = false;
+}
+
+}  // namespace kvpager
