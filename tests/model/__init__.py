@@ -1,0 +1,1 @@
+"""A naive model of the manager, virtual tensors, and the driver that runs both against the real one."""
