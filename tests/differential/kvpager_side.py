@@ -8,13 +8,14 @@ from typing import Any
 from kvpager.attention import AttentionSpec, ChunkedLocalAttention, FullAttention, Mamba, SlidingWindow
 from kvpager.check import check_manager
 from kvpager.config import CacheConfig, GroupSpec
+from kvpager.extra_keys import LoRA
 from kvpager.hashing import BlockHasher
 from kvpager.manager import Fit, KVCacheManager
 from kvpager.request import Request, RequestStatus
 
 from .layouts import Layout
 from .reference import Kind
-from .side import Allocation, State, Verdict
+from .side import Allocation, Extras, State, Verdict
 
 STATUS = {
     "waiting": RequestStatus.WAITING,
@@ -60,14 +61,21 @@ class KvpagerSide:
             use_eagle=layout.use_eagle,
             enable_kv_cache_events=True,
             log_stats=True,
+            enable_caching=layout.caching,
             eviction_order="recency",
             **options,
         )
         self.requests: dict[str, Request] = {}
 
-    def new(self, rid: str, prompt: list[int], max_tokens: int, skip: bool) -> None:
+    def new(self, rid: str, prompt: list[int], max_tokens: int, extras: Extras) -> None:
         self.requests[rid] = Request(
-            rid, prompt, block_hasher=self._hasher, max_tokens=max_tokens, skip_reading_prefix_cache=skip
+            rid,
+            prompt,
+            block_hasher=self._hasher,
+            max_tokens=max_tokens,
+            skip_reading_prefix_cache=extras.skip,
+            cache_salt=extras.salt,
+            lora=LoRA(name=extras.lora, id=7) if extras.lora else None,
         )
 
     def forget(self, rid: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .reference import Kind
 
@@ -22,8 +22,7 @@ class Layout:
     """Most tokens that one step computes."""
     lookahead: int = 0
     drafts: int = 0
-    external: bool = True
-    options: dict[str, float] = field(default_factory=dict)
+    caching: bool = True
 
     @property
     def alignment(self) -> int:
@@ -65,6 +64,8 @@ LAYOUTS = (
     Layout(name="full + chunk", kinds=(FULL, Kind(name="chunk", chunk=12)), lookahead=1, drafts=2),
     Layout(name="full + Mamba all", kinds=(FULL, Kind(name="mamba-all"))),
     Layout(name="full + Mamba align", kinds=(FULL, Kind(name="mamba-align"))),
+    Layout(name="full + Mamba all with 2 speculative states", kinds=(FULL, Kind(name="mamba-all", states=2))),
+    Layout(name="full + window, no caching", kinds=(FULL, WINDOW), lookahead=2, drafts=3, caching=False),
     Layout(
         name="unequal block sizes",
         kinds=(

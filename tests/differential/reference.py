@@ -151,19 +151,20 @@ def gate_need(kinds: Sequence[Kind], ask: Ask, *, num_lookahead: int | None = No
     """Free blocks that the whole sequence takes at most, computed in steps of at most ``ask.step`` tokens."""
     lookahead = ask.num_lookahead if num_lookahead is None else num_lookahead
     end = min(min(ask.num_request_tokens, ask.max_model_len) + lookahead, ask.max_model_len)
-    return sum(_gate_need(kind, ask, group, end) for group, kind in enumerate(kinds))
+    return sum(_gate_need(kind, ask, group, end, ask.step + lookahead) for group, kind in enumerate(kinds))
 
 
-def _gate_need(kind: Kind, ask: Ask, group: int, end: int) -> int:
+def _gate_need(kind: Kind, ask: Ask, group: int, end: int, step: int) -> int:
+    """``step``: token slots that one step needs at most, lookahead included."""
     if kind.name == "mamba-align":
         return _gate_need_of_states(kind, ask, group, end)
-    last = max(ask.num_total, end - ask.step)
-    return max(0, *(_held_more(kind, ask, group, n, min(n + ask.step, end)) for n in range(ask.num_total, last + 1)))
+    last = max(ask.num_total, end - step)
+    return max(0, *(_held_more(kind, ask, group, n, min(n + step, end)) for n in range(ask.num_total, last + 1)))
 
 
 def _held_more(kind: Kind, ask: Ask, group: int, num_computed: int, num_slots: int) -> int:
     """Blocks fewer in the free queue than now, in a step from ``num_computed`` tokens to ``num_slots``."""
-    dead = kind.dead_blocks(num_computed)
+    dead = max(kind.dead_blocks(ask.num_total), kind.dead_blocks(num_computed - kind.states))
     end = ceil_div(num_slots, kind.block) + kind.states
     table, hits = ask.tables[group], ask.hits[group]
     if table:
@@ -186,15 +187,15 @@ def _gate_need_of_states(kind: Kind, ask: Ask, group: int, end: int) -> int:
     return max(first, min(2, positions - len(hits))) + kind.states
 
 
-def whole_life(kinds: Sequence[Kind], num_tokens: int, step: int) -> int:
-    """Blocks that a sequence holds at most from nothing to ``num_tokens`` slots."""
+def whole_life(kinds: Sequence[Kind], num_slots: int, step: int) -> int:
+    """Blocks that a sequence holds at most from nothing to ``num_slots``, ``step`` slots at a time."""
     nothing = Ask(
         num_local=0,
         num_external=0,
         num_new=0,
         num_lookahead=0,
-        max_model_len=num_tokens,
-        num_request_tokens=num_tokens,
+        max_model_len=num_slots,
+        num_request_tokens=num_slots,
         step=step,
         tables=[[] for _ in kinds],
         hits=[[] for _ in kinds],

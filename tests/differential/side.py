@@ -7,6 +7,16 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
+class Extras:
+    """What else a request may come with."""
+
+    skip: bool = False
+    """Never hit."""
+    salt: str | None = None
+    lora: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Allocation:
     """The arguments of one allocation, hits included."""
 
@@ -60,7 +70,7 @@ class Side(Protocol):
 
     name: str
 
-    def new(self, rid: str, prompt: list[int], max_tokens: int, skip: bool) -> None: ...
+    def new(self, rid: str, prompt: list[int], max_tokens: int, extras: Extras) -> None: ...
     def forget(self, rid: str) -> None: ...
     def hashes(self, rid: str) -> list[bytes]: ...
     def append(self, rid: str, tokens: list[int]) -> None: ...

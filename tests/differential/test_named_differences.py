@@ -24,7 +24,7 @@ from .differences import DIFFERENCES
 from .kvpager_side import KvpagerSide, make_config
 from .layouts import FULL, WINDOW, Layout
 from .reference import Kind
-from .side import Allocation
+from .side import Allocation, Extras
 from .vllm_side import VllmSide, make_manager
 
 PLAIN = Layout(name="full", kinds=(FULL,))
@@ -38,7 +38,7 @@ def both(layout: Layout, num_blocks: int = NUM_BLOCKS) -> tuple[VllmSide, Kvpage
 
 def admit(side: VllmSide | KvpagerSide, rid: str, prompt: list[int], num_external: int = 0) -> list[list[int]]:
     """A request computes its whole prompt in one step; the blocks that it hit."""
-    side.new(rid, prompt, 4, False)
+    side.new(rid, prompt, 4, Extras())
     blocks, hit, ids = side.hit(rid)
     num_new = len(prompt) - hit - num_external
     allocation = Allocation(num_new=num_new, num_hit=hit, hit_blocks=blocks, num_external=num_external)
@@ -125,7 +125,7 @@ def test_duplicate_request_id() -> None:
     vllm, pager = both(PLAIN)
     for side in (vllm, pager):
         admit(side, "a", [1, 2, 3])
-        side.new("a", [4] * 20, 4, False)  # another request, the same id
+        side.new("a", [4] * 20, 4, Extras())  # another request, the same id
     held = len(vllm.table("a")[0])
     assert vllm.allocate("a", Allocation(num_new=20)) is not None
     assert len(vllm.table("a")[0]) == 5 > held == 1  # it goes on in the other's table
@@ -143,8 +143,8 @@ def test_queries_write() -> None:
         admit(side, "a", [*shared, 1, 2, 3, 4, 5, 6, 7, 8])
         window = [block for block in side.table("a")[1] if block]
         side.evict(set(window[:-2]))  # the window's blocks before the shared prefix's end are gone
-        side.new("b", [*shared, 9, 9, 9, 9], 4, False)
-        side.new("c", [5] * 24, 4, True)
+        side.new("b", [*shared, 9, 9, 9, 9], 4, Extras())
+        side.new("c", [5] * 24, 4, Extras(skip=True))
     coordinator: Any = vllm.manager.coordinator
     vllm.hit("b")
     hint = coordinator.num_uncached_common_prefix_tokens
@@ -170,7 +170,7 @@ def test_never_fits_is_told() -> None:
     assert "never fits: told" in DIFFERENCES
     vllm, pager = both(PLAIN, num_blocks=9)
     for side in (vllm, pager):
-        side.new("a", list(range(36)), 4, False)
+        side.new("a", list(range(36)), 4, Extras())
         assert side.allocate("a", Allocation(num_new=36)) is None
     answer = pager.manager.probe(pager.requests["a"])
     assert answer.fit is Fit.NEVER and answer.num_tokens_that_fit == 32

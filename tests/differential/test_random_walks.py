@@ -60,7 +60,7 @@ def test_walk(layout: Layout) -> None:
         + "; differences: "
         + (", ".join(f"{name} {differences[name]}" for name in sorted(differences)) or "none")
     )
-    assert counts["hits"] >= 100 and counts["evictions"] >= 100
+    assert not layout.caching or (counts["hits"] >= 100 and counts["evictions"] >= 100)
 
 
 def test_every_named_difference_is_met() -> None:

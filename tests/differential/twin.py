@@ -12,7 +12,7 @@ from .differences import DIFFERENCES
 from .kvpager_side import KvpagerSide
 from .layouts import Layout
 from .reference import Ask, Index
-from .side import Allocation, State, Verdict
+from .side import Allocation, Extras, State, Verdict
 from .vllm_side import VllmSide
 
 Op = dict[str, Any]
@@ -121,12 +121,13 @@ class Twin:
 
     # -- operations: requests -------------------------------------------------------------------
 
-    def new(self, rid: str, prompt: list[int], max_tokens: int, skip: bool = False) -> bool:
+    def new(self, rid: str, prompt: list[int], max_tokens: int, **extras: Any) -> bool:
         """A request arrives."""
         if rid in self.live:
             return False
         for side in (self.vllm, self.pager):
-            side.new(rid, prompt, max_tokens, skip)
+            side.new(rid, prompt, max_tokens, Extras(**extras))
+        skip = extras.get("skip", False) or not self.layout.caching
         self.live[rid] = Live(rid=rid, num_prompt=len(prompt), max_tokens=max_tokens, skip=skip, tokens=list(prompt))
         return True
 
@@ -304,7 +305,7 @@ class Twin:
         if self.live[rid].status != "running":
             return False
         _same("clipped table", self.vllm.clipped(rid, num_tokens), self.pager.clipped(rid, num_tokens))
-        if not self.popped:
+        if not self.popped and self.layout.caching:
             _same("common prefix", self.vllm.common(rid), self.pager.common(rid))
         return True
 
@@ -410,7 +411,8 @@ class Twin:
 
     def _never(self, live: Live, allocation: Allocation) -> bool:
         most = min(live.num_prompt + live.max_tokens + allocation.num_lookahead, self.layout.max_model_len)
-        return reference.whole_life(self.kinds, most, self.layout.step) > self.num_blocks - 1
+        step = self.layout.step + allocation.num_lookahead
+        return reference.whole_life(self.kinds, most, step) > self.num_blocks - 1
 
     def _is_fresh(self, ids: list[list[int]]) -> bool:
         """Whether a Mamba hit starts from a state that this very step computes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -22,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from .layouts import Layout
 from .reference import Kind
-from .side import Allocation, State, Verdict
+from .side import Allocation, Extras, State, Verdict
 
 STATUS = {
     "waiting": RequestStatus.WAITING,
@@ -69,6 +70,7 @@ def make_manager(layout: Layout, num_blocks: int, **options: Any) -> KVCacheMana
         use_eagle=layout.use_eagle,
         enable_kv_cache_events=True,
         log_stats=True,
+        enable_caching=layout.caching,
         **options,
     )
 
@@ -85,14 +87,16 @@ class VllmSide:
         self.manager = make_manager(layout, num_blocks, **options)
         self.requests: dict[str, Request] = {}
 
-    def new(self, rid: str, prompt: list[int], max_tokens: int, skip: bool) -> None:
+    def new(self, rid: str, prompt: list[int], max_tokens: int, extras: Extras) -> None:
         self.requests[rid] = Request(
             request_id=rid,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, skip_reading_prefix_cache=skip),
+            sampling_params=SamplingParams(max_tokens=max_tokens, skip_reading_prefix_cache=extras.skip),
             pooling_params=None,
             arrival_time=0.0,
             block_hasher=self._hasher,
+            cache_salt=extras.salt,
+            lora_request=LoRARequest(extras.lora, 7, "nowhere") if extras.lora else None,
         )
 
     def forget(self, rid: str) -> None:

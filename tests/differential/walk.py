@@ -27,6 +27,16 @@ WEIGHTS = {
     "drain": 1,
 }
 """How often each operation is tried; ``drain`` ends all requests, so that a reset can succeed."""
+STATUS = {
+    "admit": ("waiting", "preempted"),
+    "look": ("waiting", "preempted"),
+    "loaded": ("loading",),
+    "rush": ("loading",),
+    "step": ("running",),
+    "preempt": ("running",),
+    "ask": ("running",),
+}
+"""Whom an operation is for; anybody, if it is not here."""
 MOST_LIVE = 7
 
 
@@ -46,15 +56,7 @@ class Walk:
             return getattr(self, f"_{name}")(twin)
         if name in ("give_back", "evict", "reset", "new_step"):
             return [{"op": name, **self._arguments(name, twin)}]
-        wanted = {
-            "admit": ("waiting", "preempted"),
-            "look": ("waiting", "preempted"),
-            "loaded": ("loading",),
-            "rush": ("loading",),
-        }
-        able = [live.rid for live in twin.live.values() if live.status in wanted.get(name, ("running", live.status))]
-        if name in ("step", "preempt", "ask"):
-            able = [live.rid for live in twin.live.values() if live.status == "running"]
+        able = [live.rid for live in twin.live.values() if live.status in STATUS.get(name, (live.status,))]
         return [{"op": name, "rid": self.rng.choice(able), **self._arguments(name, twin)}] if able else []
 
     def _tokens(self, count: int) -> list[int]:
@@ -68,10 +70,12 @@ class Walk:
         stem = rng.choice(twin.finished[-5:] or self._stems) if rng.random() < 0.5 else rng.choice(self._stems)
         prompt = (stem[: rng.randint(0, longest - 4)] + self._tokens(rng.randint(1, 10)))[:longest]
         room = self.layout.max_model_len - len(prompt)
-        skip = rng.random() < 0.05
-        return [
-            {"op": "new", "rid": f"r{self._made}", "prompt": prompt, "max_tokens": rng.randint(1, room), "skip": skip}
-        ]
+        extras: Op = {"skip": True} if rng.random() < 0.05 else {}
+        if rng.random() < 0.1:
+            extras["salt"] = rng.choice(("pepper", "thyme"))
+        if rng.random() < 0.1:
+            extras["lora"] = rng.choice(("poet", "clerk"))
+        return [{"op": "new", "rid": f"r{self._made}", "prompt": prompt, "max_tokens": rng.randint(1, room), **extras}]
 
     def _drain(self, twin: Twin) -> list[Op]:
         if self.rng.random() < 0.8:
@@ -85,7 +89,7 @@ class Walk:
 
     def _for_admit(self, twin: Twin) -> Op:
         rng = self.rng
-        external = rng.random() < 0.2 and self.layout.external
+        external = rng.random() < 0.2
         size = rng.randint(1, 40)
         if rng.random() < 0.7:
             size = max(1, size // self.layout.alignment) * self.layout.alignment
