@@ -2,7 +2,7 @@
 
 from .arrivals import Arrival, Arrivals, ClosedLoop, TraceClock
 from .content import Prompt, PromptMaker
-from .layout import DEFAULT_NUM_BLOCKS, cache_config, num_blocks_in, parse_bytes, parse_groups
+from .layout import DEFAULT_NUM_BLOCKS, cache_config, num_blocks_in, parse_groups
 from .options import ReplayOptions, StepTime
 from .records import BlockIds, Session, TokenContent, TraceRequest
 from .report import QueueTime, ReplayOutcome, ReplayReport, report_table
@@ -34,7 +34,6 @@ __all__ = [
     "cache_config",
     "count_requests",
     "num_blocks_in",
-    "parse_bytes",
     "parse_groups",
     "read_trace",
     "replay",

@@ -17,15 +17,14 @@ from ..attention import (
 )
 from ..config import CacheConfig
 from ..errors import ConfigError
+from ..planner.units import parse_bytes
 
-__all__ = ["DEFAULT_NUM_BLOCKS", "cache_config", "num_blocks_in", "parse_bytes", "parse_groups"]
+__all__ = ["DEFAULT_NUM_BLOCKS", "cache_config", "num_blocks_in", "parse_groups"]
 
 DEFAULT_NUM_BLOCKS = 20_000
 
 _TERM = re.compile(r"(?:(\d{1,4})x)?([a-z_]+)(?::([a-z0-9]+))?")
 _FORMS = "full, mla, sliding:WINDOW, chunked:CHUNK, mamba[:none|all|align], reference:WINDOW, sink:TOKENS"
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def cache_config(
@@ -67,15 +66,6 @@ def parse_groups(text: str, block_size: int) -> tuple[AttentionSpec, ...]:
             raise ConfigError(f"groups {text!r}: {term!r} is no group at all; give a count of at least 1")
         specs += [make(term, block_size, match[3])] * count
     return tuple(specs)
-
-
-def parse_bytes(text: str) -> int:
-    """``40GiB`` (2**30 each), ``40GB`` (10**9 each) or a bare number of bytes. Raises ``ConfigError``."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is not an amount of memory; write for instance 40GiB, 40GB or a number of bytes")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** _POWERS[match[2].upper()])
 
 
 def num_blocks_in(memory_bytes: int, kv_bytes_per_token: int, block_size: int, num_groups: int) -> int:

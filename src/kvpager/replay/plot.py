@@ -26,7 +26,7 @@ def check_plot_path(path: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("plots need matplotlib; install kvpager[plot]") from error
+        raise ConfigError("plots need matplotlib; install kvpager[cli]") from error
 
 
 def plot_replay(outcome: ReplayOutcome, path: str) -> None:

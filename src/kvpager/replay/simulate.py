@@ -211,9 +211,7 @@ class _Replay:
         )
         num_admitted = tally.num_admitted
         queue_time = QueueTime(mean=_ratio(tally.queue_seconds, num_admitted), longest=tally.longest_queue_seconds)
-        return ReplayOutcome(
-            report=report, queue_time=queue_time, num_checks=self._num_checks, timeline=self._timeline
-        )
+        return ReplayOutcome(report=report, queue_time=queue_time, num_checks=self._num_checks, timeline=self._timeline)
 
 
 class _Tally:

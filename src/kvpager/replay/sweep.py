@@ -45,6 +45,8 @@ def sweep(
     """
     if source.path == STDIN:
         raise ConfigError("a sweep reads its trace once for each size; give a file instead of -")
+    if num_processes is not None and num_processes < 1:
+        raise ConfigError(f"num_processes must be at least 1, got {num_processes}; leave it out for one a CPU")
     all_options = [replace(options, config=replace(options.config, num_blocks=size)) for size in sizes]
     num_processes = min(num_processes or os.cpu_count() or 1, len(sizes))
     context = multiprocessing.get_context("spawn")

@@ -219,9 +219,7 @@ class _SessionParser:
         runs = entry.runs if entry.runs is not None else _run_lengths(np.array(entry.hash_ids, np.int64))
         num_ids = sum(count for _, count in runs)
         if not entry.num_in // self._block_size <= num_ids <= -(-entry.num_in // self._block_size):
-            raise _Fault(
-                f"{num_ids} block ids for {entry.num_in} tokens; give one for each {self._block_size} tokens"
-            )
+            raise _Fault(f"{num_ids} block ids for {entry.num_in} tokens; give one for each {self._block_size} tokens")
         last_id = max((first + count - 1 for first, count in runs), default=0)
         if last_id >= _MAX_SESSION_BLOCK_ID:
             raise _Fault(f"block ids up to {last_id}; they must stay below {_MAX_SESSION_BLOCK_ID}")
@@ -394,6 +392,8 @@ def _syntax_error(text: bytes) -> str:
 
 
 def _lines_before(text: bytes, error: Exception) -> int:
-    """Line breaks before the place that a JSON error names; 0 if it names none."""
+    """Line breaks before the place that a JSON error names: a byte, the text's end, or none (then 0)."""
+    if "truncated" in str(error):
+        return text.rstrip().count(b"\n")
     place = re.search(r"byte (\d+)", str(error))
     return text.count(b"\n", 0, int(place[1])) if place else 0

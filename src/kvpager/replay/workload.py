@@ -10,10 +10,10 @@ from .records import BlockIds, Session, TraceRequest
 
 __all__ = ["NUM_WORKLOAD_REQUESTS", "builtin_workload"]
 
-_NUM_CHATS = 96
-_NUM_AGENTS = 16
-_CHAT_TURNS = 6
-_AGENT_STEPS = 24
+_NUM_CHATS = 48
+_NUM_AGENTS = 10
+_CHAT_TURNS = 5
+_AGENT_STEPS = 16
 NUM_WORKLOAD_REQUESTS = _NUM_CHATS * _CHAT_TURNS + _NUM_AGENTS * _AGENT_STEPS
 """How many requests `builtin_workload` has, whatever the seed."""
 
