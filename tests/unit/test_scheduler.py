@@ -206,15 +206,14 @@ def test_the_least_important_is_preempted() -> None:
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
-    s = Setup(num_blocks=4)
-    s.add("a", 7, 8)
-    s.add("b", 7, 8)
+    s = Setup(num_blocks=4, policy="priority")
+    s.add("high", 7, 8, priority=1)
+    s.add("low", 7, 8, priority=5)
     s.step()
     s.step()
-    s.add("c", 1, 1)
-    output = s.scheduler.schedule()
-    assert [step.request.request_id for step in output.scheduled] == ["a"]
-    assert s.scheduler.num_waiting == 2
+    s.add("urgent", 1, 1)
+    assert list(s.step()) == ["high"]  # although a block of low's is free
+    assert list(s.step()) == ["high", "urgent"]
 
 
 def test_a_lone_request_that_outgrows_the_pool_finishes_by_length() -> None:
@@ -239,6 +238,39 @@ def test_who_waits_goes_on_in_the_step_in_which_the_lone_one_outgrows_the_pool()
     assert [step.request.request_id for step in output.scheduled] == ["b"]
     assert [r.request_id for r in s.update(output)] == ["a", "b"]
     assert request.status is RequestStatus.FINISHED_LENGTH
+
+
+def test_who_outgrew_the_pool_on_shared_blocks_and_was_preempted_finishes_too() -> None:
+    s = Setup(num_blocks=3)
+    s.add("a", range(8), 2)
+    b = s.add("b", range(12), None)  # shares two blocks, so that both fit for a while
+    assert s.step() == {"a": (0, 8), "b": (8, 4)}
+    assert s.step() == {"a": (8, 1)}
+    assert (b.status, b.num_tokens) == (RequestStatus.PREEMPTED, 13)
+    output = s.scheduler.schedule()
+    assert output.scheduled == ()
+    assert s.update(output) == [b]
+    assert b.status is RequestStatus.FINISHED_LENGTH
+
+
+@pytest.mark.parametrize(("full_sequence_must_fit", "admitted"), [(True, False), (False, True)])
+def test_a_prompt_is_admitted_when_all_of_it_fits_or_its_first_chunk(
+    full_sequence_must_fit: bool, admitted: bool
+) -> None:
+    s = Setup(num_blocks=4, max_num_scheduled_tokens=8, full_sequence_must_fit=full_sequence_must_fit)
+    s.add("a", 7, 2)
+    s.step()
+    s.add("b", 12)
+    assert ("b" in s.step()) == admitted
+
+
+def test_the_watermark_is_for_newcomers_while_others_run() -> None:
+    s = Setup(num_blocks=9, manager_options={"watermark": 0.5})
+    s.add("a", 24, 2)
+    s.add("b", 4)
+    assert s.step() == {"a": (0, 24)}
+    assert s.step() == {"a": (24, 1)}
+    assert s.step() == {"b": (0, 4)}
 
 
 def test_blocks_that_somebody_else_holds_are_waited_for() -> None:
@@ -289,6 +321,17 @@ def test_drafts_are_verified_and_the_rejected_ones_computed_again() -> None:
     assert request.num_computed_tokens == 8
     (step,) = s.scheduler.schedule().scheduled
     assert (step.start, step.num_tokens, step.draft_token_ids) == (8, 1, ())
+
+
+def test_slots_are_kept_ahead_for_a_drafter() -> None:
+    s = Setup(num_lookahead_tokens=3)
+    s.add("a", 6, 20)
+    lengths = []
+    for _ in range(5):
+        output = s.scheduler.schedule()
+        lengths.append(len(output.scheduled[0].block_ids[0]))
+        s.update(output)
+    assert lengths == [3, 3, 3, 3, 4]  # 6, 7, 8, 9, 10 tokens and 3 slots
 
 
 def test_drafts_share_the_budget_and_end_with_the_request() -> None:
@@ -374,6 +417,16 @@ def test_mamba_align_steps_end_at_block_boundaries() -> None:
     s = Setup(specs=specs, max_num_scheduled_tokens=6)
     s.add("a", 11)
     assert [s.step()["a"] for _ in range(4)] == [(0, 4), (4, 4), (8, 3), (11, 1)]
+
+
+def test_a_mamba_align_step_ends_where_another_request_shares_the_prefix() -> None:
+    specs = [FullAttention(block_size=BLOCK), Mamba(block_size=BLOCK, mode="align")]
+    s = Setup(specs=specs)
+    s.add("a", range(50, 80), 1)
+    assert s.step() == {"a": (0, 28)}  # its state is left at 28 only
+    assert s.step() == {"a": (28, 2)}
+    s.add("b", [*range(50, 62), *range(20)])
+    assert [s.step()["b"] for _ in range(3)] == [(0, 12), (12, 16), (28, 4)]
 
 
 def test_a_state_that_this_step_computes_is_hit_in_the_next() -> None:
