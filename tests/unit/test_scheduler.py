@@ -105,6 +105,15 @@ def test_a_cut_prompt_samples_only_in_its_last_step() -> None:
     assert [(step.samples, step.is_prefill) for step in s.scheduler.schedule().scheduled] == [(False, True)]
 
 
+def test_a_prompt_of_one_token_is_a_prefill_and_its_answer_is_not() -> None:
+    s = Setup()
+    s.add("a", 1)
+    for is_prefill in (True, False):
+        output = s.scheduler.schedule()
+        assert output.scheduled[0].is_prefill == is_prefill
+        s.update(output)
+
+
 def test_without_chunked_prefill_a_prompt_waits_until_a_step_has_room_for_all_of_it() -> None:
     options = {"max_model_len": 12, "max_num_batched_tokens": 12}
     s = Setup(manager_options=options, enable_chunked_prefill=False)
