@@ -34,9 +34,7 @@ def tokens_hit_by_counting(path: str, block_size: int) -> tuple[int, int]:
     return hit, total
 
 
-@pytest.mark.parametrize(
-    "block_size", [512, pytest.param(64, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("block_size", [512, 64, 16])
 def test_the_whole_mooncake_trace_hits_exactly_what_came_before(block_size: int) -> None:
     """Blocks for everything, one request at a time; one generated token each, which no hit depends on."""
     path = shared_trace(MOONCAKE)
