@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvpager.attention import AttentionSpec, ChunkedLocalAttention, FullAttention, Mamba, SlidingWindow
+from kvpager.attention import AttentionSpec, ChunkedLocalAttention, FullAttention, Mamba, ReferenceWindow, SlidingWindow
 from kvpager.check import check_manager
 from kvpager.config import CacheConfig, GroupSpec
 from kvpager.extra_keys import LoRA
@@ -34,6 +34,8 @@ def make_spec(kind: Kind) -> AttentionSpec:
     if kind.is_mamba:
         mode: Any = kind.name.removeprefix("mamba-")
         return Mamba(block_size=kind.block, mode=mode, num_speculative_states=kind.states)
+    if kind.kept:
+        return ReferenceWindow(block_size=kind.block, window=kind.kept)
     return FullAttention(block_size=kind.block)
 
 
@@ -43,7 +45,12 @@ def make_config(layout: Layout, num_blocks: int) -> CacheConfig:
         GroupSpec(layer_names=(f"layer.{i}",), spec=make_spec(kind), is_eagle=kind.eagle)
         for i, kind in enumerate(layout.kinds)
     )
-    return CacheConfig(num_blocks=num_blocks, groups=groups, hash_block_size=layout.hash_size)
+    return CacheConfig(
+        num_blocks=num_blocks,
+        groups=groups,
+        hash_block_size=layout.hash_size,
+        retention_interval=layout.retention,
+    )
 
 
 class KvpagerSide:

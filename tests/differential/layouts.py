@@ -23,6 +23,10 @@ class Layout:
     lookahead: int = 0
     drafts: int = 0
     caching: bool = True
+    retention: int | None = None
+    """Tokens between the checkpoints that window and Mamba groups keep; None: all of them."""
+    preempts: bool = True
+    """False where vLLM would hold what is dead in a hit beyond the prompt until the next step."""
 
     @property
     def alignment(self) -> int:
@@ -65,6 +69,16 @@ LAYOUTS = (
     Layout(name="full + Mamba all", kinds=(FULL, Kind(name="mamba-all"))),
     Layout(name="full + Mamba align", kinds=(FULL, Kind(name="mamba-align"))),
     Layout(name="full + Mamba all with 2 speculative states", kinds=(FULL, Kind(name="mamba-all", states=2))),
+    Layout(name="full + window, retention 16", kinds=(FULL, Kind(name="window", window=6)), lookahead=2, retention=16),
+    Layout(name="full + Mamba align, retention 0", kinds=(FULL, Kind(name="mamba-align")), retention=0),
+    Layout(
+        name="reference window",
+        kinds=(Kind(name="reference", kept=9),),
+        lookahead=2,
+        drafts=3,
+        num_blocks=(18, 30, 48),
+        preempts=False,
+    ),
     Layout(name="full + window, no caching", kinds=(FULL, WINDOW), lookahead=2, drafts=3, caching=False),
     Layout(
         name="unequal block sizes",

@@ -26,6 +26,8 @@ class Kind:
     block: int = 4
     window: int = 0
     chunk: int = 0
+    kept: int = 0
+    """Decoded tokens that stay readable besides the whole prompt (reference window)."""
     states: int = 0
     """Speculative states (Mamba)."""
     eagle: bool = False
@@ -45,6 +47,11 @@ class Kind:
             return max(0, num_computed - 1) // self.block
         return 0
 
+    def gap(self, num_computed: int, num_prompt: int) -> range:
+        """Dead blocks between the prompt and the window over what was decoded."""
+        first = ceil_div(num_prompt, self.block)
+        return range(first, max(first, (num_computed - self.kept) // self.block)) if self.kept else range(0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
@@ -56,6 +63,7 @@ class Ask:
     num_new: int
     num_lookahead: int
     max_model_len: int
+    num_prompt: int
     num_request_tokens: int
     step: int
     """Tokens that one step computes at most."""
@@ -166,11 +174,12 @@ def _held_more(kind: Kind, ask: Ask, group: int, num_computed: int, num_slots: i
     """Blocks fewer in the free queue than now, in a step from ``num_computed`` tokens to ``num_slots``."""
     dead = max(kind.dead_blocks(ask.num_total), kind.dead_blocks(num_computed - kind.states))
     end = ceil_div(num_slots, kind.block) + kind.states
-    table, hits = ask.tables[group], ask.hits[group]
+    table, hits, gap = ask.tables[group], ask.hits[group], kind.gap(num_computed, ask.num_prompt)
     if table:
-        given_back = sum(block != 0 and ask.refs[block] == 1 for block in table[:dead])
+        gone = [*table[:dead], *table[gap.start : gap.stop]]
+        given_back = sum(block != 0 and ask.refs[block] == 1 for block in gone)
         return max(0, end - max(len(table), dead)) - given_back
-    return max(0, end - max(len(hits), dead)) + evictable(hits[dead:], ask.refs)
+    return max(0, end - max(len(hits), dead)) - len(gap) + evictable(hits[dead:], ask.refs)
 
 
 def _gate_need_of_states(kind: Kind, ask: Ask, group: int, end: int) -> int:
@@ -187,7 +196,7 @@ def _gate_need_of_states(kind: Kind, ask: Ask, group: int, end: int) -> int:
     return max(first, min(2, positions - len(hits))) + kind.states
 
 
-def whole_life(kinds: Sequence[Kind], num_slots: int, step: int) -> int:
+def whole_life(kinds: Sequence[Kind], num_prompt: int, num_slots: int, step: int) -> int:
     """Blocks that a sequence holds at most from nothing to ``num_slots``, ``step`` slots at a time."""
     nothing = Ask(
         num_local=0,
@@ -195,6 +204,7 @@ def whole_life(kinds: Sequence[Kind], num_slots: int, step: int) -> int:
         num_new=0,
         num_lookahead=0,
         max_model_len=num_slots,
+        num_prompt=num_prompt,
         num_request_tokens=num_slots,
         step=step,
         tables=[[] for _ in kinds],

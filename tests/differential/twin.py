@@ -32,6 +32,8 @@ class Live:
     is_loaded: bool = False
     """Waits with blocks that a load has filled."""
     tokens: list[int]
+    junction: int = 0
+    """Where its prompt parts from another's, as kvpager's look-up told."""
     ends: set[int] = field(default_factory=set)
     """Token counts that a step, a hit or a load ended at."""
 
@@ -47,6 +49,8 @@ class Change(NamedTuple):
 
 
 ALLOCATING = ("admit", "step")
+NAMED_IN_EVENTS = {"reference_window": "full_attention"}
+"""vLLM's events have no name of their own for the kind."""
 
 
 class Twin:
@@ -221,6 +225,7 @@ class Twin:
         self._set_status(live, "waiting")
         live.is_loaded = True
         self._take_back_align_commits(live)
+        self._take_back_junctions(live)
         return True
 
     def rush(self, rid: str, token: int) -> bool:
@@ -241,7 +246,7 @@ class Twin:
     def preempt(self, rid: str) -> bool:
         """A running request gives everything back and waits again."""
         live = self.live[rid]
-        if live.status != "running":
+        if live.status != "running" or not self.layout.preempts:
             return False
         self._free(rid)
         self._set_computed(live, 0)
@@ -306,7 +311,9 @@ class Twin:
             return False
         _same("clipped table", self.vllm.clipped(rid, num_tokens), self.pager.clipped(rid, num_tokens))
         if not self.popped and self.layout.caching:
-            _same("common prefix", self.vllm.common(rid), self.pager.common(rid))
+            vllm, pager = self.vllm.common(rid), self.pager.common(rid)
+            full = [i for i, kind in enumerate(self.kinds) if kind.name == "full"]
+            _same("common prefix", [vllm[i] for i in full], [pager[i] for i in full])
         return True
 
     # -- hits -----------------------------------------------------------------------------------
@@ -320,6 +327,7 @@ class Twin:
         vllm_blocks, vllm_hit, vllm_ids = self.vllm.hit(rid)
         pager_blocks, hit, ids = self.pager.hit(rid)
         self._looked_up += not live.skip
+        live.junction = pager_blocks.junction
         expected = 0 if live.skip else self._longest_hit(rid, self.state.index, len(live.tokens) - 1)
         assert hit == expected, f"hit of {rid}: kvpager {hit}, by definition {expected}, vLLM {vllm_hit}"
         assert not hit or reference.covers(self.kinds, ids, hit), f"hit of {rid}: {hit} tokens, kvpager's blocks {ids}"
@@ -373,6 +381,7 @@ class Twin:
         if steer_commits:
             live.ends |= {live.computed + for_vllm.num_hit + for_vllm.num_external}
             self._take_back_align_commits(live)
+            self._take_back_junctions(live)
 
     def _ask(self, live: Live, allocation: Allocation, ids: list[list[int]]) -> Ask:
         return Ask(
@@ -381,6 +390,7 @@ class Twin:
             num_new=allocation.num_new,
             num_lookahead=allocation.num_lookahead,
             max_model_len=self.layout.max_model_len,
+            num_prompt=live.num_prompt,
             num_request_tokens=len(live.tokens),
             step=self.layout.step,
             tables=self.vllm.table(live.rid),
@@ -412,7 +422,7 @@ class Twin:
     def _never(self, live: Live, allocation: Allocation) -> bool:
         most = min(live.num_prompt + live.max_tokens + allocation.num_lookahead, self.layout.max_model_len)
         step = self.layout.step + allocation.num_lookahead
-        return reference.whole_life(self.kinds, most, step) > self.num_blocks - 1
+        return reference.whole_life(self.kinds, live.num_prompt, most, step) > self.num_blocks - 1
 
     def _is_fresh(self, ids: list[list[int]]) -> bool:
         """Whether a Mamba hit starts from a state that this very step computes."""
@@ -458,6 +468,18 @@ class Twin:
         if off_boundary:
             self._difference("align commit")
             self._uncommit(off_boundary)
+
+    def _take_back_junctions(self, live: Live) -> None:
+        """With sparse retention kvpager keeps what a hit at the junction needs: assert just that, and take it back."""
+        if self.layout.retention is None:
+            return
+        theirs, ours, extra = _keys(self.vllm.state().index), _keys(self.pager.state().index), set()
+        for kind, table in zip(self.kinds, self.pager.table(live.rid), strict=True):
+            needed = range(kind.dead_blocks(live.junction), (live.junction + kind.eagle * kind.block) // kind.block)
+            extra |= {table[i] for i in needed if i < len(table) and table[i] in ours and table[i] not in theirs}
+        if extra:
+            self._difference("junctions")
+            self.pager.evict(extra)
 
     def _uncommit(self, blocks: set[int]) -> None:
         keys = _keys(self.vllm.state().index)
@@ -619,7 +641,7 @@ def _facts(event: Any, i: int, parent: bytes | None) -> tuple[Any, ...]:
         event.medium,
         event.lora_name,
         event.extra_keys[i],
-        event.kv_cache_spec_kind,
+        NAMED_IN_EVENTS.get(event.kv_cache_spec_kind, event.kv_cache_spec_kind),
         event.kv_cache_spec_sliding_window,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
@@ -31,6 +33,9 @@ STATUS = {
     "preempted": RequestStatus.PREEMPTED,
     "loading": RequestStatus.WAITING_FOR_REMOTE_KVS,
 }
+
+
+RETENTION = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 
 
 class _WouldAccept(Exception):
@@ -52,6 +57,8 @@ def make_spec(kind: Kind) -> KVCacheSpec:
             mamba_cache_mode=kind.name.removeprefix("mamba-"),
             num_speculative_blocks=kind.states,
         )
+    if kind.kept:
+        return RSWASpec(block_size=kind.block, rswa_window=kind.kept, **heads)
     return FullAttentionSpec(block_size=kind.block, **heads)
 
 
@@ -61,6 +68,9 @@ def make_manager(layout: Layout, num_blocks: int, **options: Any) -> KVCacheMana
         KVCacheGroupSpec([f"layer.{i}"], make_spec(kind), is_eagle_group=kind.eagle)
         for i, kind in enumerate(layout.kinds)
     ]
+    os.environ.pop(RETENTION, None)
+    if layout.retention is not None:
+        os.environ[RETENTION] = str(layout.retention)
     return KVCacheManager(
         KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         max_model_len=layout.max_model_len,
