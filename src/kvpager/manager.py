@@ -543,7 +543,7 @@ class KVCacheManager:
             return Probe(fit=Fit.NEXT_STEP, num_hit_tokens=hit, junction=junction)
         available = self.block_pool.num_free + conditions.num_blocks_to_free - conditions.num_blocks_to_keep
         needs = coordinator.plan(request_id, hits, tokens)
-        if conditions.full_sequence_must_fit and sum(needs) <= available:
+        if conditions.full_sequence_must_fit:
             lookahead = conditions.num_lookahead_tokens
             main = min(max(request.num_tokens, tokens.num_main), self.max_model_len)
             whole = replace(tokens, num_main=main, num_slots=min(main + lookahead, self.max_model_len))
@@ -632,9 +632,11 @@ class KVCacheManager:
         """Up to which token count nothing changes for this request, and from which it may go on."""
         request = holding.request
         prompt = request.num_prompt_tokens
-        commits = self._commits(holding) and holding.commit_limit is None
+        commits = self._commits(holding)
         holding.lowest = self.coordinator.lowest_computed(request.request_id, prompt)
         holding.quiet_until = self.coordinator.quiet_until(request.request_id, prompt, commits)
+        if holding.commit_limit is not None:
+            holding.quiet_until = -1  # each call may be the one that computes what the load did not bring
 
     def _recompute_from(self, request_id: str, token: int) -> int:
         holding = self._holdings[request_id]
