@@ -10,23 +10,14 @@ from ..manager import KVCacheManager
 
 __all__ = ["StopWatch"]
 
-_TIMED = (
-    "allocate_slots",
-    "free",
-    "get_block_ids",
-    "get_computed_blocks",
-    "limit_prefill_step",
-    "new_step_starts",
-    "probe",
-    "take_events",
-)
+_TIMED = [name for name, value in vars(KVCacheManager).items() if not name.startswith("_") and callable(value)]
 
 
 class StopWatch:
     """Stands in for a manager in front of a scheduler and times each call.
 
-    Calls that the manager makes of itself are inside and not counted twice; everything but the timed
-    methods is the manager's own. A look at the thread's processor time is a system call and costs as
+    Calls that the manager makes of itself are inside and not counted twice; attributes are the
+    manager's own. A look at the thread's processor time is a system call and costs as
     much as a decode step's work, so calls are timed by the wall clock, and the sum is scaled by the
     share of a processor that this thread got since the watch was made: on a busy machine the time
     in which others ran is spread over all code alike. The watch's own cost (some tenths of a
