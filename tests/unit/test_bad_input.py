@@ -143,7 +143,12 @@ def raises_and_changes_nothing(
 
 def test_nothing_to_allocate(manager: KVCacheManager, request_a: Request) -> None:
     for call in (manager.allocate_slots, manager.probe):
-        raises_and_changes_nothing(manager, InvalidRequestError, ["num_new_tokens is 0"], lambda c=call: c(request_a, 0))  # type: ignore[misc]
+        raises_and_changes_nothing(
+            manager,
+            InvalidRequestError,
+            ["num_new_tokens is 0"],
+            lambda call=call: call(request_a, 0),  # type: ignore[misc]
+        )
     with pytest.raises(ValueError, match="num_new_tokens"):
         manager.allocate_slots(request_a, 0)
 
@@ -266,9 +271,7 @@ def test_double_frees_and_the_null_block(manager: KVCacheManager, request_a: Req
 
 def test_more_blocks_than_are_free(manager: KVCacheManager, request_a: Request) -> None:
     pool = manager.block_pool
-    raises_and_changes_nothing(
-        manager, OutOfBlocksError, ["100", str(pool.num_free)], lambda: pool.allocate(100)
-    )
+    raises_and_changes_nothing(manager, OutOfBlocksError, ["100", str(pool.num_free)], lambda: pool.allocate(100))
 
 
 def test_requests_that_hold_nothing(manager: KVCacheManager) -> None:

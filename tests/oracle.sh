@@ -1,0 +1,18 @@
+#!/bin/sh
+# Runs Python of the environment with vLLM 0.25.1, kvpager as built from here installed in it.
+#   ORACLE=DIR tests/oracle.sh ARGUMENTS…
+# The environment is made elsewhere (CONTRIBUTING.md says how); without it nothing runs, and that is said.
+set -eu
+cd "$(dirname "$0")/.."
+: "${ORACLE:=$HOME/.cache/kvpager/oracle}"
+if [ ! -x "$ORACLE/bin/python" ]; then
+  echo "skipped: no environment with vLLM 0.25.1 at $ORACLE (ORACLE=DIR names another; see CONTRIBUTING.md)"
+  exit 0
+fi
+# shellcheck disable=SC1091
+. "$ORACLE/env.sh"
+"$ORACLE/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps . 2>/dev/null
+# torchvision beside a CPU build of torch needs two operators declared first.
+plugin="../shared/oracle"
+if [ -e "$plugin/torchvision_ops.py" ]; then export PYTHONPATH="$plugin${PYTHONPATH:+:$PYTHONPATH}"; fi
+exec "$ORACLE/bin/python" "$@"
