@@ -184,6 +184,14 @@ def test_the_timeline_stays_small_and_covers_everything() -> None:
     assert samples[-1].seconds == pytest.approx(outcome.report.simulated_seconds, rel=0.01)
 
 
+def test_pauses_show_in_the_timeline() -> None:
+    config = cache_config("full", 16, num_blocks=100)
+    outcome = replay([*lone((50, 2)), *lone((50, 2), start=100.0)], ReplayOptions(config=config))
+    samples = [(round(s.seconds), s.num_running, s.usage > 0) for s in outcome.timeline.samples]
+    assert samples == [(0, 1, True), (0, 0, True), (0, 0, False), (100, 1, True), (100, 0, True)]
+    assert outcome.report.simulated_seconds > 100
+
+
 def test_nothing_to_replay() -> None:
     report = run([], num_blocks=10)
     assert (report.requests, report.steps, report.hit_rate, report.simulated_seconds) == (0, 0, 0.0, 0.0)

@@ -101,10 +101,17 @@ class _Replay:
             if self._scheduler.has_unfinished:
                 self._step()
             elif (next_time := self._arrivals.next_time) is not None:
-                self._clock = max(self._clock, next_time)
+                self._pause_until(next_time)
             else:
                 break
         self._report_progress()
+
+    def _pause_until(self, time: float) -> None:
+        """Nobody is there; the timeline is told where the pause begins."""
+        self._tally.last_usage = 0.0
+        if self._timeline.wants(self._tally.steps):
+            self._timeline.add(self._sample())
+        self._clock = max(self._clock, time)
 
     def _admit(self) -> None:
         """Hand arrivals to the scheduler, first come first served, as many as it may look at in a step."""
