@@ -114,10 +114,10 @@ def test_pressure_preempts_and_never_beats_the_ideal() -> None:
 
 
 def test_what_can_never_fit_is_refused_and_counted_and_lets_the_others_pass() -> None:
-    sessions = lone((100, 5), (1000, 5), (100, 5), (20, 5000))
+    sessions = lone((100, 5), (1000, 5), (100, 5), (20, 5000), (999_999_999, 1))
     for arrivals in (None, 1):
         report = run(sessions, num_blocks=20, num_in_flight=arrivals)
-        assert (report.requests, report.refused, report.prompt_tokens) == (4, 2, 1220)
+        assert (report.requests, report.refused, report.prompt_tokens) == (5, 3, 1_000_001_219)
         assert report.generated_tokens == 10
 
 

@@ -191,8 +191,8 @@ GOOD = mooncake(0, 512, [1])
         (("TIMESTAMP,Tokens",), 1, "columns TIMESTAMP,Tokens"),
         ((NESTED, session(turn(0, 128, [[1, 1]]))), 2, "1 block ids for 128 tokens"),
         ((NESTED, session()), 2, "without requests"),
-        ((NESTED, session(turn(0, 64, [[2**26 - 1, 1], [2**26, 0]]))), 2, "runs"),
-        ((NESTED, session(turn(0, 128, [[2**26 - 1, 2]]))), 2, "block ids up to"),
+        ((NESTED, session(turn(0, 64, [[2**24 - 1, 1], [2**24, 0]]))), 2, "runs"),
+        ((NESTED, session(turn(0, 128, [[2**24 - 1, 2]]))), 2, "block ids up to"),
         ((NESTED, session({"t": 0, "in": 64, "out": 1})), 2, "either as runs or as hash_ids"),
         ((NESTED, session({"t": 0, "runs": [[1, 1]]})), 2, "in and out"),
         ((NESTED, {"block_size": 0, "requests": []}), 2, "block_size"),
@@ -205,6 +205,15 @@ def test_one_fault_is_told_with_its_line(write: Write, lines: tuple[object, ...]
     assert f"{path}, line {line}: " in str(error.value)
     assert "expected " in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_nesting_without_end_is_a_fault(write: Write) -> None:
+    deep: dict[str, Any] = turn(0, 64, [[1, 1]])
+    text = '{"t": 0, "requests": [' * 3000 + json.dumps(deep) + "]}" * 3000
+    with pytest.raises(TraceError, match=r"line 2: .*recursion"):
+        list(read_trace(write(NESTED, f'{{"block_size": 64, "requests": [{text}]}}')))
+    with pytest.raises(TraceError, match="known format"):
+        list(read_trace(write("[" * 100_000)))
 
 
 def test_several_faults_are_listed_together_and_nothing_is_given_out_behind_the_first(write: Write) -> None:

@@ -122,9 +122,14 @@ class _Replay:
             self._add(self._backlog.popleft())
 
     def _add(self, arrival: Arrival) -> None:
+        """Prompts of an impossible length are not even made: they could fill the memory."""
         record = arrival.request
-        prompt = self._prompts.make(record)
         request_id = str(self._tally.requests)
+        if record.num_prompt_tokens >= self._options.max_model_len:
+            self._tally.arrived(record.num_prompt_tokens, 0)
+            self._refuse(arrival)
+            return
+        prompt = self._prompts.make(record)
         self._tally.arrived(record.num_prompt_tokens, prompt.num_known_tokens)
         request = Request.from_hashes(
             request_id,
@@ -136,10 +141,13 @@ class _Replay:
         try:
             self._scheduler.add(request)
         except RequestTooLargeError:
-            self._tally.refused += 1
-            self._arrivals.finish(arrival.slot, self._clock)
+            self._refuse(arrival)
         else:
             self._slots[request_id] = arrival.slot
+
+    def _refuse(self, arrival: Arrival) -> None:
+        self._tally.refused += 1
+        self._arrivals.finish(arrival.slot, self._clock)
 
     def _step(self) -> None:
         output = self._scheduler.schedule()

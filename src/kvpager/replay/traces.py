@@ -31,7 +31,7 @@ SESSION_INTERVAL_SECONDS = 30.0
 """Coding-agent sessions have no common clock: session k starts at k times this."""
 
 _MOONCAKE_BLOCK_TOKENS = 512
-_MAX_SESSION_BLOCK_ID = 1 << 26
+_MAX_SESSION_BLOCK_ID = 1 << 24
 _MAX_HEAD_LINES = 100
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -40,6 +40,7 @@ _Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_SESSION_BLOCK_ID)]
 _Line = tuple[int, bytes]
 _ABSENT = msgspec.Raw()
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_trace(source: str) -> Iterator[Session]:
@@ -183,7 +184,7 @@ class _SessionParser:
         """The requests by offset (seconds from the session's start)."""
         try:
             head = self._head.decode(self._text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             self._faults.add(self._line + _lines_before(self._text, error), str(error))
             return []
         if not head.requests:
@@ -202,7 +203,7 @@ class _SessionParser:
                     self._walk(entry.requests, start + entry.t, found)
                 else:
                     found.append(self._request(entry, start))
-            except (msgspec.DecodeError, _Fault) as error:
+            except (*_UNREADABLE, _Fault) as error:
                 self._faults.add(self._line, str(error))
 
     def _advance_to(self, raw: bytes) -> None:
@@ -310,7 +311,7 @@ def _read_lines(
             continue
         try:
             session = parse(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, _Fault) as error:
+        except (*_UNREADABLE, _Fault) as error:
             faults.add(number, str(error))
             continue
         if session is not None and not faults:
@@ -358,7 +359,7 @@ def _kind_of(text: bytes) -> str | None:
         return "azure"
     try:
         keys = msgspec.json.decode(text, type=_Keys)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         return None
     if keys.requests is not _ABSENT:
         return "sessions"
@@ -386,7 +387,7 @@ def _syntax_error(text: bytes) -> str:
         return ""
     try:
         msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         return f"\nline {1 + _lines_before(text, error)}: {error}"
     return "\nthe JSON object has none of the keys requests, prompt_token_ids, input_length"
 
