@@ -42,14 +42,14 @@ def test_a_closed_loop_keeps_n_sessions_in_flight_each_with_one_request_at_a_tim
     assert list(running.values()) == [first[0], second[0]]
     assert list(loop.poll(5.0)) == []
     slots = {id(request): slot for slot, request in running.items()}
-    loop.finish(slots[id(second[0])], 6.0)
+    loop.finish(slots[id(second[0])])
     [arrival] = loop.poll(6.0)
     assert (arrival.request, arrival.time) == (third[0], 6.0)
-    loop.finish(slots[id(first[0])], 7.0)
+    loop.finish(slots[id(first[0])])
     assert [a.request for a in loop.poll(7.0)] == [first[1]]
-    loop.finish(slots[id(first[0])], 8.0)
+    loop.finish(slots[id(first[0])])
     assert list(loop.poll(8.0)) == []  # no session is left to start
-    loop.finish(arrival.slot, 9.0)
+    loop.finish(arrival.slot)
     assert [a.request for a in loop.poll(9.0)] == [third[1]]
     assert loop.next_time is None
 
@@ -61,7 +61,7 @@ def test_a_slot_without_work_does_not_stop_the_others() -> None:
     while arrivals := list(loop.poll(0.0)):
         given += [arrival.request for arrival in arrivals]
         for arrival in arrivals:
-            loop.finish(arrival.slot, 0.0)
+            loop.finish(arrival.slot)
     assert given == one
 
 
@@ -71,5 +71,5 @@ def test_a_closed_loop_heeds_the_limit() -> None:
     while arrivals := list(loop.poll(0.0)):
         given += len(arrivals)
         for arrival in arrivals:
-            loop.finish(arrival.slot, 0.0)
+            loop.finish(arrival.slot)
     assert given == 3

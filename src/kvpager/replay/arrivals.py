@@ -28,7 +28,7 @@ class Arrivals(Protocol):
     def poll(self, now: float) -> Iterator[Arrival]:
         """What has arrived by ``now`` and was not given out yet."""
 
-    def finish(self, slot: int, now: float) -> None:
+    def finish(self, slot: int) -> None:
         """A request that came from here is over."""
 
     @property
@@ -52,7 +52,7 @@ class TraceClock:
             yield self._next
             self._next = next(self._requests, None)
 
-    def finish(self, slot: int, now: float) -> None:
+    def finish(self, slot: int) -> None:
         """Nothing waits for it."""
 
     @property
@@ -95,7 +95,7 @@ class ClosedLoop:
             request = next(self._running[slot], None)
         return request
 
-    def finish(self, slot: int, now: float) -> None:
+    def finish(self, slot: int) -> None:
         """The slot is free for the session's next request."""
         self._free.append(slot)
 

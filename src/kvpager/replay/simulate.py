@@ -147,7 +147,7 @@ class _Replay:
 
     def _refuse(self, arrival: Arrival) -> None:
         self._tally.refused += 1
-        self._arrivals.finish(arrival.slot, self._clock)
+        self._arrivals.finish(arrival.slot)
 
     def _step(self) -> None:
         output = self._scheduler.schedule()
@@ -157,7 +157,7 @@ class _Replay:
         self._tally.step(seconds, usage, len(sampled), len(output.preempted))
         for request in self._scheduler.update(output, sampled):
             self._tally.finished += 1
-            self._arrivals.finish(self._slots.pop(request.request_id), self._clock)
+            self._arrivals.finish(self._slots.pop(request.request_id))
         self._watch_over(output)
 
     def _account(self, output: SchedulerOutput) -> tuple[dict[str, Sequence[int]], float]:
