@@ -51,6 +51,9 @@ def _from_folder(folder: Path, dtype: torch.dtype, device: str) -> tuple[PreTrai
 
 def _from_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
     """Read a GGUF file as an ordinary float32 model, without what would stop it from being saved."""
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"GGUF files are read with {' and '.join(missing)}; run: pip install {' '.join(missing)}")
     where = {"gguf_file": path.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
     quantized = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where)
