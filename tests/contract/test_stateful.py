@@ -70,6 +70,7 @@ LAYOUTS = [
     layout("chunk, recency", 18, CHUNK, eviction_order="recency"),
     layout("Mamba none", 12, Mamba(block_size=4, mode="none")),
     layout("Mamba none, 2 speculative", 16, Mamba(block_size=4, mode="none", num_speculative_states=2)),
+    layout("full + Mamba none, 1 speculative", 36, FULL, Mamba(block_size=4, mode="none", num_speculative_states=1)),
     layout("Mamba all", 20, Mamba(block_size=4, mode="all")),
     layout("full + Mamba all, 1 speculative", 40, FULL, Mamba(block_size=4, mode="all", num_speculative_states=1)),
     layout("Mamba all, 2 speculative", 24, Mamba(block_size=4, mode="all", num_speculative_states=2)),
@@ -123,7 +124,7 @@ def drive(one: Layout, seed: int) -> Driver:
             missing = [op for op in often if driver.done[op] < often[op]]
             if not missing and driver.num_steps >= LEAST_STEPS:
                 break
-            rare = missing and driver.rng.random() < 0.3
+            rare = missing and driver.rng.random() < 0.5
             driver.step(driver.rng.choice(missing) if rare else None)
         driver.wind_down()
     except Exception as error:

@@ -115,6 +115,7 @@ class Driver:
         self.same("warns that it cannot hit", bool(caught), self.model.keeps_statistics and not self.model.caching)
         self.hasher = BlockHasher.for_config(self.config)
         self.tensors = Tensors(self.model.groups, self.prefixes)
+        self.has_states = any(g.kind == "mamba" for g in self.model.groups)
         self.has_cross = any(g.kind == "cross_attention" for g in self.model.groups)
         self.max_drafts = min([3, *(g.num_speculative for g in self.model.groups if g.kind == "mamba")])
         self.content = Random(0)  # token ids matter to nobody: they need not shrink
@@ -560,9 +561,10 @@ class Driver:
         request = live.request
         live.device = self.new_device(request, live.num_encoder_tokens)
         hit = self.model.hit(request)
-        if request.num_tokens - 1 - hit[1] < 1:
+        room = request.num_tokens - hit[1] - (1 if self.has_states or not delay else 0)
+        if room < 1:
             return None
-        loaded = self.rng.randint(1, request.num_tokens - 1 - hit[1])
+        loaded = room if self.rng.random() < 0.2 else self.rng.randint(1, room)
         grown = self.allocate(
             live, 0, hit, external=loaded, delay=delay, encoder=live.num_encoder_tokens, others_run=bool(self.running)
         )
@@ -577,12 +579,19 @@ class Driver:
         return live
 
     def arrive(self, live: Live) -> bool:
+        """The transfer is over; the tail of it may be missing, then the host computes that itself."""
         assert live.load is not None
         self.settle()  # what was launched before must not write over it
-        self.tensors.load(live.device, self.model.books[live.name].tables, live.load, ())
-        live.request.num_computed_tokens = live.load.stop
-        self.real.cache_blocks(live.request, live.load.stop)
-        self.model.commit(live.request, live.load.stop)
+        request, load = live.request, live.load
+        n = self.rng.randrange(load.start, load.stop)
+        if self.rng.random() < 0.7 or not self.model.can_go_on_from(live.name, n):
+            n = load.stop
+        self.tensors.load(live.device, self.model.books[live.name].tables, range(load.start, load.stop), ())
+        self.tensors.spoil(live.device, self.model.books[live.name].tables, range(n, load.stop))
+        request.num_computed_tokens = live.device.processed = min(n, request.num_tokens - 1)
+        told = self.rng.choice((n, request.num_computed_tokens))
+        self.real.cache_blocks(request, told)
+        self.model.commit(request, told)
         self.back_to_running(live)
         return True
 

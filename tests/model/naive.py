@@ -261,8 +261,8 @@ class NaiveManager:
             external = total > len(hits) * group.size
             length = group.length(total, total, encoder) - group.num_speculative if external else len(hits)
             for j in range(length):
-                if group.is_dead(j, total, request.num_prompt_tokens):
-                    prefix.append(NULL)
+                if group.is_dead(j, min(total, request.num_tokens - 1), request.num_prompt_tokens):
+                    prefix.append(NULL)  # a whole prompt that is loaded still computes its last token
                 else:
                     prefix.append(hits[j] if j < len(hits) else "new")
         table = books.tables[group.index] if books else prefix
@@ -394,6 +394,8 @@ class NaiveManager:
             books.ends.add(total)
         if num_new_tokens and total + num_new_tokens <= request.num_tokens:
             books.ends.add(total + num_new_tokens)  # else it may be rolled back
+        if books.loading and not delay and request.num_computed_tokens <= books.loading.start:
+            books.loading = range(0)  # the host computes itself what the load did not bring
         if delay:
             books.loading = range(min(total - external, *books.loading[:1] or (total,)), total)
         self._commit(books, min(total + num_new_tokens, request.num_tokens))

@@ -119,6 +119,19 @@ class Tensors:
                     self._put(block, p % group.size, GARBAGE if block in failed else good)
         device.processed = span.stop
 
+    def spoil(self, device: Device, tables: Sequence[Sequence[int]], span: range) -> None:
+        """The tokens in ``span`` did not arrive after all; a state that comes with them did not either."""
+        for group in self.groups:
+            table = tables[group.index]
+            if not span or group.kind == "cross_attention":
+                continue
+            if group.kind == "mamba":
+                self.memory[table[0 if group.mode == "none" else (span.stop - 1) // group.size]] = {0: GARBAGE}
+                continue
+            for p in span:
+                if table[p // group.size] != NULL:
+                    self._put(table[p // group.size], p % group.size, GARBAGE)
+
     # -- one item -------------------------------------------------------------------------------
 
     def _nodes(self, device: Device, tokens: Sequence[int]) -> list[int]:
