@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BlockIds", "PromptContent", "Session", "TokenContent", "TraceRequest"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BlockIds", "PromptContent", "Session", "TokenContent", "TraceRequest", "run_lengths"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +51,12 @@ class Session:
 
     start: float
     requests: Sequence[TraceRequest]
+
+
+def run_lengths(ids: npt.NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    """(first, count) of each run of consecutive ids. O(ids)."""
+    if not len(ids):
+        return ()
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(ids) != 1) + 1))
+    counts = np.diff(np.append(starts, len(ids)))
+    return tuple(zip(ids[starts].tolist(), counts.tolist(), strict=True))

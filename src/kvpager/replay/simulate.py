@@ -64,27 +64,10 @@ class _Replay:
         self._options = options
         self._progress = progress
         self._event_sink = event_sink
-        self._manager = KVCacheManager(
-            options.config,
-            max_model_len=options.max_model_len,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            enable_kv_cache_events=event_sink is not None,
-            watermark=options.watermark,
-            eviction_order=options.eviction_order,
-        )
+        self._manager = _manager(options, enable_events=event_sink is not None)
         self._watch = StopWatch(self._manager)
-        self._scheduler = Scheduler(
-            cast(KVCacheManager, self._watch),
-            max_num_running=options.max_num_running,
-            num_lookahead_tokens=options.num_lookahead_tokens,
-            enable_chunked_prefill=options.enable_chunked_prefill,
-            full_sequence_must_fit=options.full_sequence_must_fit,
-        )
-        self._arrivals: Arrivals = (
-            TraceClock(sessions, options.limit)
-            if options.num_in_flight is None
-            else ClosedLoop(sessions, options.num_in_flight, options.limit)
-        )
+        self._scheduler = _scheduler(options, self._watch)
+        self._arrivals = _arrivals(options, sessions)
         self._prompts = PromptMaker(options.config.hash_size, expand=options.expand_ids)
         self._backlog: deque[Arrival] = deque()
         self._slots: dict[str, int] = {}
@@ -227,6 +210,33 @@ class _Replay:
         num_admitted = tally.num_admitted
         queue_time = QueueTime(mean=_ratio(tally.queue_seconds, num_admitted), longest=tally.longest_queue_seconds)
         return ReplayOutcome(report=report, queue_time=queue_time, num_checks=self._num_checks, timeline=self._timeline)
+
+
+def _manager(options: ReplayOptions, *, enable_events: bool) -> KVCacheManager:
+    return KVCacheManager(
+        options.config,
+        max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        enable_kv_cache_events=enable_events,
+        watermark=options.watermark,
+        eviction_order=options.eviction_order,
+    )
+
+
+def _scheduler(options: ReplayOptions, manager: StopWatch) -> Scheduler:
+    return Scheduler(
+        cast(KVCacheManager, manager),
+        max_num_running=options.max_num_running,
+        num_lookahead_tokens=options.num_lookahead_tokens,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        full_sequence_must_fit=options.full_sequence_must_fit,
+    )
+
+
+def _arrivals(options: ReplayOptions, sessions: Iterable[Session]) -> Arrivals:
+    if options.num_in_flight is None:
+        return TraceClock(sessions, options.limit)
+    return ClosedLoop(sessions, options.num_in_flight, options.limit)
 
 
 class _Tally:

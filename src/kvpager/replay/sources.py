@@ -14,42 +14,10 @@ from typing import BinaryIO, cast
 
 from ..errors import TraceError
 
-__all__ = ["STDIN", "FaultList", "list_files", "open_text"]
+__all__ = ["STDIN", "list_files", "open_text"]
 
 STDIN = "-"
 _GZIP_MAGIC = b"\x1f\x8b"
-_MAX_LISTED = 10
-
-
-class FaultList:
-    """The faults of one file: collected, then raised together, the first ten with their lines."""
-
-    def __init__(self, name: str, expected: str) -> None:
-        self._name = name
-        self._expected = expected
-        self._faults: list[str] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._faults)
-
-    def add(self, line: int, fault: str) -> None:
-        """Note a fault; the eleventh ends the reading.
-
-        Raises ``TraceError`` then.
-        """
-        if len(self._faults) == _MAX_LISTED:
-            self.raise_if_any(more=True)
-        self._faults.append(f"line {line}: {fault}")
-
-    def raise_if_any(self, *, more: bool = False) -> None:
-        """Raises ``TraceError`` with the faults listed so far."""
-        if not self._faults:
-            return
-        if len(self._faults) == 1:
-            raise TraceError(f"{self._name}, {self._faults[0]}; expected {self._expected}")
-        count = f"more than {_MAX_LISTED}" if more else str(len(self._faults))
-        listed = "".join(f"\n  {fault}" for fault in self._faults)
-        raise TraceError(f"{self._name} has {count} faulty places; expected {self._expected}{listed}")
 
 
 def list_files(source: str) -> list[str]:
