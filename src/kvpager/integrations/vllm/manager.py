@@ -1,0 +1,272 @@
+"""kvpager's manager behind the names that vLLM's scheduler uses: what holds for every version of vLLM.
+
+All decisions are kvpager's. A version's own module says how its configuration, events and statistics translate.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ... import check as kvpager_check
+from ... import manager as kvpager_manager
+from ...blocks import KVCacheBlocks
+from ...config import CacheConfig
+from ...errors import ConfigError, UnknownRequestError
+from ...events import KVCacheEvent
+from ...pool import EvictionOrder
+from ...request import EventSource, RequestLike
+from ...stats import ResidencySampler
+from .views import ConnectorBlockPool, Coordinator
+
+__all__ = ["SchedulerManager", "refuse_pool_walkers"]
+
+logger = logging.getLogger("vllm.kvpager")
+
+
+class _Manager(kvpager_manager.KVCacheManager):
+    """Judges by the tokens that a request has, not by those that it may ask for at most.
+
+    vLLM has no way to refuse a request; one that says ``max_tokens=10**6`` would block its queue for ever, though
+    it may well end after ten.
+    """
+
+    def _fits_alone(self, request: RequestLike, num_lookahead: int, num_encoder: int) -> bool:
+        return self._length_fits(request.num_tokens, request.num_prompt_tokens, num_lookahead, num_encoder)
+
+    def fits(self, num_tokens: int, num_prompt_tokens: int) -> bool:
+        """Whether the cache could hold a sequence of so many tokens if it were alone. O(groups)."""
+        return self._length_fits(num_tokens, num_prompt_tokens, 0, 0)
+
+
+class SchedulerManager:
+    """What vLLM's scheduler builds in place of its own manager; ``num_built`` counts how many it has.
+
+    ``num_sink_blocks`` are set aside: vLLM's kernels find static sinks at the pool's first blocks, not in tables.
+    ``group_classes`` are the classes of vLLM that each group passes for.
+    """
+
+    num_built = 0
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        max_model_len: int,
+        max_num_batched_tokens: int | None,
+        enable_caching: bool,
+        use_eagle: bool,
+        log_stats: bool,
+        enable_kv_cache_events: bool,
+        watermark: float,
+        eviction_order: EvictionOrder,
+        residency: ResidencySampler | None,
+        event_source: Callable[[Any], EventSource],
+        num_sink_blocks: int,
+        group_classes: Sequence[type],
+    ) -> None:
+        SchedulerManager.num_built += 1
+        self.manager = _Manager(
+            config,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_caching=enable_caching,
+            use_eagle=use_eagle,
+            log_stats=log_stats,
+            enable_kv_cache_events=enable_kv_cache_events,
+            watermark=watermark,
+            eviction_order=eviction_order,
+            residency=residency,
+            event_source=event_source,
+        )
+        self.manager.block_pool.reserve(num_sink_blocks)
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.use_eagle = use_eagle
+        self.log_stats = log_stats
+        self.num_kv_cache_groups = self.manager.num_kv_cache_groups
+        self.watermark_blocks = self.manager.watermark_blocks
+        self.empty_kv_cache_blocks = self.manager.empty_kv_cache_blocks
+        self.prefix_cache_stats = self.new_stats() if log_stats else None
+        self.block_pool = ConnectorBlockPool(self.manager)
+        self.coordinator = Coordinator(self.manager, group_classes)
+        self._all_fit = self.manager.fits(max_model_len, max_model_len)
+        self._may_have_failed_loads = False
+        self._must_restart: set[str] = set()
+        self._told: set[str] = set()
+        self._take_methods_over()
+        if config.groups and not self._all_fit:
+            logger.warning(
+                "kvpager: %d blocks cannot hold a sequence of max_model_len %d tokens; one longer than fits will wait "
+                "for ever, as with vLLM's own manager. Lower max_model_len or raise num_gpu_blocks_override",
+                config.num_blocks,
+                max_model_len,
+            )
+
+    def _take_methods_over(self) -> None:
+        """kvpager's own methods where both mean the same: no call in between."""
+        manager = self.manager
+        self.allocate_slots: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
+        self.free = manager.free
+        self.pop_blocks_for_free = manager.pop_blocks_for_free
+        self.remove_skipped_blocks = manager.remove_skipped_blocks
+        self.get_blocks = manager.get_blocks
+        self.get_block_ids_for_computed_tokens = manager.get_block_ids_for_computed_tokens
+        self.get_num_common_prefix_blocks = manager.get_num_common_prefix_blocks
+        self.take_new_block_ids = manager.take_new_block_ids
+        self.create_kv_cache_blocks = manager.create_kv_cache_blocks
+
+    # -- what a version of vLLM brings ---------------------------------------------------------
+
+    @abstractmethod
+    def new_stats(self) -> Any:
+        """An empty object of vLLM's statistics class."""
+
+    @abstractmethod
+    def as_host_event(self, event: KVCacheEvent) -> Any:
+        """The same event in vLLM's class."""
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def get_computed_blocks(self, request: Any) -> tuple[KVCacheBlocks, int]:
+        """kvpager's answer; the scheduler reads the junction from the coordinator, as a distance behind the hit."""
+        blocks, num_tokens = self.manager.get_computed_blocks(request)
+        self.coordinator.num_uncached_common_prefix_tokens = max(0, blocks.junction - num_tokens)
+        if not self._all_fit:
+            self._tell_if_it_never_fits(request)
+        return blocks, num_tokens
+
+    def _tell_if_it_never_fits(self, request: Any) -> None:
+        if request.request_id in self._told or self.manager.fits(request.num_tokens, request.num_prompt_tokens):
+            return
+        self._told.add(request.request_id)
+        logger.error(
+            "kvpager: request %s has %d tokens, more than the whole cache can hold: it waits for ever; abort it",
+            request.request_id,
+            request.num_tokens,
+        )
+
+    # -- while it runs -------------------------------------------------------------------------
+
+    def new_step_starts(self) -> None:
+        """A step begins. If loads failed in the last one, what was computed from them leaves the index."""
+        if self._may_have_failed_loads or self._must_restart:
+            self._forget_failed_loads()
+        self.manager.new_step_starts()
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """A load has arrived, or as much of it as ``num_computed_tokens`` says; or sampled tokens have."""
+        if request.status.name == "WAITING_FOR_REMOTE_KVS" and self._lowest(request) > request.num_computed_tokens:
+            # The load failed, and what the rest would read is gone: it starts over. vLLM looks for hits next.
+            self.manager.free(request)
+            request.num_computed_tokens = 0
+            return
+        try:
+            self.manager.cache_blocks(request, num_computed_tokens)
+        except UnknownRequestError:
+            return  # freed meanwhile
+
+    def _lowest(self, request: Any) -> int:
+        if request.request_id not in self._tables():
+            return 0
+        return self.manager.coordinator.lowest_computed(request.request_id, request.num_prompt_tokens)
+
+    def _tables(self) -> Any:
+        groups = self.manager.coordinator.single_type_managers
+        return groups[0].tables if groups else {}
+
+    # -- loads that failed ---------------------------------------------------------------------
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """A load into these blocks failed: they and all that any holder computed from them leave the index."""
+        self.manager.invalidate_blocks(block_ids)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """A request's block table. vLLM's scheduler asks for it only when loads have failed."""
+        self._may_have_failed_loads = True
+        return self.manager.get_block_ids(request_id)
+
+    def _forget_failed_loads(self) -> None:
+        """vLLM lowers the computed tokens of who held a failed block first, and tells the manager nothing.
+
+        All that was computed from the block leaves the index; whoever shares it computes it again, too.
+        """
+        self._may_have_failed_loads = False
+        live: dict[str, Any] = {request.request_id: request for request in self.manager.live_requests()}
+        bad = {block_id for request in live.values() for block_id in self._first_uncomputed(request)}
+        lowered = self.manager.invalidate_blocks(bad) if bad else {}
+        for request_id, token in lowered.items():
+            if not getattr(live[request_id], "num_output_placeholders", 0):
+                live[request_id].num_computed_tokens = min(live[request_id].num_computed_tokens, token)
+        self._must_restart = {
+            request_id for request_id, request in live.items() if self._lowest(request) > request.num_computed_tokens
+        }
+        restarting = self._allocate_unless_restarting if self._must_restart else self.manager.allocate_slots
+        self.allocate_slots = restarting
+
+    def _first_uncomputed(self, request: RequestLike) -> list[int]:
+        """The block where a request's computed tokens were cut, if committed ones lie behind the cut.
+
+        One token may be missing without a failure: the last one of a full load is computed for its logits.
+        """
+        if request.status.name != "RUNNING":
+            return []
+        group = self.manager.coordinator.single_type_managers[0]
+        table = group.tables[request.request_id]
+        if table.num_committed * group.block_size <= request.num_computed_tokens + 1:
+            return []
+        block_id = table[request.num_computed_tokens // group.block_size]
+        return [block_id] if block_id else []
+
+    def _allocate_unless_restarting(self, request: Any, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        """Refuse those that lack what they would go on from: vLLM preempts them, and they start over."""
+        if request.request_id in self._must_restart and request.request_id in self._tables():
+            return None
+        return self.manager.allocate_slots(request, *args, **kwargs)
+
+    # -- what it tells -------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> float:
+        """The part of the blocks that is in use, 0 to 1."""
+        return self.manager.block_pool.usage
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the index if nothing is held."""
+        return self.manager.reset_prefix_cache()
+
+    def make_prefix_cache_stats(self) -> Any:
+        """vLLM's own statistics class; an admission counts once."""
+        stats = self.manager.make_prefix_cache_stats()
+        if stats is None or self.prefix_cache_stats is None:
+            return None
+        mine, self.prefix_cache_stats = self.prefix_cache_stats, self.new_stats()
+        for name, value in vars(stats).items():
+            setattr(mine, name, type(value)(getattr(mine, name) + value))
+        return mine
+
+    def take_events(self) -> list[Any]:
+        """vLLM's own event classes, for its publisher."""
+        return [self.as_host_event(event) for event in self.manager.take_events()]
+
+    def check(self) -> None:
+        """All of kvpager's invariants. Raises ``InvariantError``. O(pool)."""
+        kvpager_check.check_manager(self.manager)
+
+
+def refuse_pool_walkers(scheduler: Any) -> None:
+    """Say no at start to a connector that would walk the old pool's private lists later. Raises ``ConfigError``.
+
+    vLLM hands the manager no connector; the scheduler that is being built has it.
+    """
+    connectors = [getattr(scheduler, "connector", None)]
+    while connectors:
+        connector = connectors.pop()
+        connectors += getattr(connector, "_connectors", [])
+        if getattr(getattr(connector, "scheduler_manager", None), "_lazy_mode", False):
+            raise ConfigError(
+                f"{type(connector).__name__} with lazy_offload walks the free queue of vLLM's own block pool, which "
+                f"kvpager does not have; turn lazy_offload off, or unset KVPAGER_VLLM"
+            )

@@ -1,0 +1,190 @@
+"""What vLLM's scheduler and its connectors touch below the manager, as views of kvpager's own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...blocks import Block, GroupBlocks
+from ...manager import KVCacheManager
+from ...pool import NULL_BLOCK, BlockList, BlockPool
+from ...single_type import SingleTypeKVCacheManager, TokenRanges
+
+__all__ = ["ConnectorBlockPool", "Coordinator", "GroupView"]
+
+
+class ConnectorBlockPool:
+    """The block pool as connectors know it. Blocks are given as views or as ids."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._pool = manager.block_pool
+        self.num_gpu_blocks = self._pool.num_blocks
+        self.enable_caching = manager.enable_caching
+        self.blocks: Sequence[PoolBlock] = _AllBlocks(self._pool, manager.num_kv_cache_groups)
+        self.null_block = self.blocks[0]
+
+    @property
+    def free_block_queue(self) -> FreeBlockQueue:
+        """Its length only: the queue's links are not there to be walked."""
+        return FreeBlockQueue(self._pool.num_free)
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be allocated."""
+        return self._pool.num_free
+
+    def get_usage(self) -> float:
+        """The part of the blocks that is in use, 0 to 1."""
+        return self._pool.usage
+
+    def touch(self, blocks: Iterable[PoolBlock | Block | int]) -> None:
+        """Take a reference to each block; null blocks are passed over."""
+        self._pool.touch(_ids(blocks))
+
+    def free_blocks(self, ordered_blocks: Iterable[PoolBlock | Block | int]) -> None:
+        """Return blocks that were popped or touched; null blocks are passed over."""
+        self._pool.free_blocks(_ids(ordered_blocks))
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out of the index."""
+        self._pool.evict_blocks(block_ids)
+
+
+def _ids(blocks: Iterable[PoolBlock | Block | int]) -> list[int]:
+    ids = (block if isinstance(block, int) else block.block_id for block in blocks)
+    return [block_id for block_id in ids if block_id]
+
+
+class _AllBlocks(Sequence["PoolBlock"]):
+    """Block i of the pool, for i in order."""
+
+    def __init__(self, pool: BlockPool, num_groups: int) -> None:
+        self._pool, self._num_groups = pool, num_groups
+
+    def __len__(self) -> int:
+        return self._pool.num_blocks
+
+    def __getitem__(self, index: Any) -> Any:
+        ids = range(len(self))[index]
+        if isinstance(ids, int):
+            return PoolBlock(self._pool, ids, self._num_groups)
+        return [PoolBlock(self._pool, block_id, self._num_groups) for block_id in ids]
+
+
+class PoolBlock:
+    """A block as vLLM's pool shows it: its hash has the group behind it, as four bytes, most significant first."""
+
+    __slots__ = ("_num_groups", "_pool", "block_id")
+
+    def __init__(self, pool: BlockPool, block_id: int, num_groups: int) -> None:
+        self._pool, self.block_id, self._num_groups = pool, block_id, num_groups
+
+    @property
+    def is_null(self) -> bool:
+        """Whether this is the placeholder for a position nobody reads."""
+        return self.block_id == NULL_BLOCK
+
+    @property
+    def ref_cnt(self) -> int:
+        """References to the block."""
+        return self._pool.ref_count(self.block_id)
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """The key under which it can be hit, if it can. O(groups)."""
+        block_hash = self._pool.block_hash(self.block_id)
+        if block_hash is None:
+            return None
+        alone, groups = BlockList([self.block_id]), range(self._num_groups)
+        group = next(group for group in groups if self._pool.serves(alone, group, [block_hash], 1))
+        return block_hash + group.to_bytes(4, "big")
+
+
+class FreeBlockQueue:
+    """How many blocks are free; anything else of vLLM's queue is refused by name."""
+
+    def __init__(self, num_free_blocks: int) -> None:
+        self.num_free_blocks = num_free_blocks
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"block_pool.free_block_queue.{name}: kvpager's free queue is not a list of vLLM's block objects; a "
+            f"connector that walks it needs KVPAGER_VLLM=0"
+        )
+
+
+class Coordinator:
+    """The coordinator as vLLM's scheduler knows it. ``classes`` are those of vLLM that its groups pass for."""
+
+    def __init__(self, manager: KVCacheManager, classes: Sequence[type]) -> None:
+        self._manager = manager
+        self.block_pool = manager.block_pool
+        self.num_uncached_common_prefix_tokens = 0
+        self.single_type_managers = tuple(
+            GroupView(manager, group, cls)
+            for group, cls in zip(manager.coordinator.single_type_managers, classes, strict=True)
+        )
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Sequence[Block]],
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+    ) -> int:
+        """Free blocks that reaching ``num_tokens`` takes: at once, or (with the cap) at most on the way."""
+        tokens = TokenRanges(
+            num_local=total_computed_tokens,
+            num_computed=total_computed_tokens,
+            num_start=min(total_computed_tokens, num_tokens - 1),
+            num_main=num_tokens_main_model,
+            num_slots=num_tokens,
+            num_prompt_tokens=num_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+        )
+        hits = [BlockList(block.block_id for block in blocks) for blocks in new_computed_blocks]
+        coordinator = self._manager.coordinator
+        if apply_admission_cap:
+            return sum(coordinator.plan_sequence(request_id, hits, tokens, 0))
+        return sum(coordinator.plan(request_id, hits, tokens))
+
+    def find_longest_cache_hit_per_group(
+        self, block_hashes: Sequence[bytes], max_cache_hit_length: int
+    ) -> tuple[tuple[Sequence[Block], ...], tuple[int, ...]]:
+        """Each group's longest hit on its own: for connectors that bring what the other groups lack."""
+        matches = self._manager.coordinator.match_each(block_hashes, max_cache_hit_length)
+        views = tuple(GroupBlocks(self._manager.block_pool, blocks) for blocks, _ in matches)
+        return views, tuple(num_tokens for _, num_tokens in matches)
+
+
+class GroupView:
+    """One group's manager as vLLM's tests and connectors look at it. It passes for vLLM's class of that kind."""
+
+    def __init__(self, manager: KVCacheManager, group: SingleTypeKVCacheManager, passes_for: type) -> None:
+        self._passes_for = passes_for
+        self.block_size = group.block_size
+        self.kv_cache_group_id = group.group_id
+        self.req_to_blocks = TableViews(group, lambda table: GroupBlocks(manager.block_pool, table))
+        self.num_cached_block = TableViews(group, lambda table: table.num_committed)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance asks here
+        return self._passes_for
+
+
+class TableViews(Mapping[str, Any]):
+    """Request id to something read from its table now."""
+
+    def __init__(self, group: SingleTypeKVCacheManager, read: Callable[[BlockList], Any]) -> None:
+        self._group, self._read = group, read
+
+    def __getitem__(self, request_id: str) -> Any:
+        return self._read(self._group.tables[request_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group.tables)
+
+    def __len__(self) -> int:
+        return len(self._group.tables)

