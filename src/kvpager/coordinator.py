@@ -223,8 +223,13 @@ class KVCacheCoordinator:
             group.release(request_id, num_processed, num_prompt_tokens, junction)
 
     def free(self, request_id: str, num_processed: int, num_prompt_tokens: int, junction: int) -> None:
-        """Give back everything; what is dead by now goes where dead blocks go. O(blocks)."""
+        """Give back everything; what is dead by now goes where dead blocks go. O(blocks).
+
+        Dead as seen from the longest hit that this request leaves behind, not from its last token: up to
+        an alignment before it, and the next turn of the session starts there.
+        """
         groups = self.single_type_managers
+        num_processed = max(0, num_processed - self.hit_margin) // self.alignment * self.alignment
         tables = [group.pop_table(request_id) for group in groups]
         self.block_pool.free_tables(
             tables,
