@@ -65,7 +65,7 @@ test-oracle: $(VENV)/made  ## beside vLLM 0.25.1's manager, in its own environme
 	ORACLE=$(ORACLE) sh tests/oracle.sh -m pytest -q -p no:asyncio tests/differential
 
 test-vllm: $(VENV)/made  ## vLLM 0.25.1's scheduler tests and CPU engine on kvpager's manager
-	ORACLE=$(ORACLE) sh tests/vllm/run.sh
+	ORACLE=$(ORACLE) sh tests/inside_vllm/run.sh
 
 bench: $(VENV)/made  ## figures, as ratios to vLLM 0.25.1's manager in the same run
 	ORACLE=$(ORACLE) sh tests/oracle.sh -m benchmarks

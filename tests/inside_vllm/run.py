@@ -1,6 +1,6 @@
 """kvpager inside vLLM 0.25.1: vLLM's own scheduler tests with the manager swapped in, then our own tests.
 
-    python tests/vllm/run.py [--only own|vllm] [pytest arguments for our tests]
+    python tests/inside_vllm/run.py [--only own|vllm] [pytest arguments for our tests]
 
 Makes what is missing: an environment with vLLM's CPU engine (in $KVPAGER_ORACLE, default ~/.cache/kvpager/oracle;
 4 GB, some minutes), vLLM's tests from its source distribution (there, never here), a wheel of this checkout in
