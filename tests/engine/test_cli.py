@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from kvpager.engine.cli import generate_command
-from kvpager.engine.models import load_model
 from kvpager.errors import ConfigError, KVPagerError
 
 from .harness import model, reference
@@ -68,7 +67,7 @@ def test_comparing(folder: Path, tmp_path: Path) -> None:
 def test_one_prompt_from_stdin_as_json(folder: Path) -> None:
     prompt = list(range(9))
     line = json.dumps({"prompt": " ".join(f"w{token}" for token in prompt), "max_tokens": 3})
-    result = _generate("-", "--model", str(folder), "--json", "--poison", "--check", stdin=line)
+    result = _generate("-", "--model", str(folder), "--json", "--poison", "--check", "--threads", "1", stdin=line)
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.stdout)
     assert run["completions"][0]["token_ids"] == list(reference("llama", tuple(prompt), 3)[0])
@@ -83,13 +82,6 @@ def test_one_prompt_is_streamed(folder: Path) -> None:
 def test_what_is_wrong_with_the_input_is_said(folder: Path, tmp_path: Path) -> None:
     assert isinstance(_generate("-", "--model", str(tmp_path), stdin='{"prompt": "x"}').exception, ConfigError)
     assert isinstance(_generate("-", "--model", str(folder), stdin="x").exception, KVPagerError)
+    assert isinstance(_generate("--model", str(folder)).exception, KVPagerError), "the default prompts are chats"
     chat = '{"messages": [{"role": "user", "content": "Hi"}]}'
     assert isinstance(_generate("-", "--model", str(folder), stdin=chat).exception, KVPagerError)
-
-
-def test_no_model_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="builtin"):
-        load_model(str(tmp_path / "nothing"))
-    (tmp_path / "x.gguf").mkdir()
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        load_model(str(tmp_path / "x.gguf"))

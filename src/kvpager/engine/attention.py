@@ -48,11 +48,8 @@ class PagedCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the pack's keys and values, ``[1, heads, tokens, size]``; they are given back unchanged."""
         pages = self.attention[layer_idx]
-        slots = self.step.slots[pages.group]
-        assert slots is not None
         for page, new in zip(pages.tensors, (keys, values), strict=True):
-            block_size = page.shape[1]
-            page[slots // block_size, slots % block_size] = new[0].transpose(0, 1)
+            page[self.step.slots[pages.group]] = new[0].transpose(0, 1)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
@@ -71,7 +68,6 @@ def paged_attention(
     paged: PagedCache,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
-    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of the pack's queries ``[1, heads, tokens, size]`` to what their requests have in pages.
@@ -79,8 +75,6 @@ def paged_attention(
     ``paged`` is an extra keyword of the model's ``forward``. ``s_aux`` are attention sinks, a logit a head.
     ``key`` and ``value`` have been written by `PagedCache.update`. Gives ``[1, tokens, heads, size]``.
     """
-    if softcap is not None:
-        raise NotImplementedError("logit soft-capping inside attention is not supported by kvpager's engine")
     pages = paged.attention[module.layer_idx]
     output = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
     for read in paged.step.reads[pages.group]:

@@ -62,8 +62,15 @@ class CachedLayer:
 
 
 def cached_layers(model: PreTrainedModel) -> tuple[CachedLayer, ...]:
-    """What ``model`` keeps, layer by layer. Costs one forward pass of one token."""
+    """What ``model`` keeps, layer by layer. Costs one forward pass of one token.
+
+    Raises ``ConfigError`` for a model whose attention is more than softmax over scores and sinks.
+    """
     config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"{type(model).__name__} caps its attention logits, which kvpager's attention function doesn't do"
+        )
     cache = DynamicCache(config=config)
     one_token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():

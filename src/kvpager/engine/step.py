@@ -110,16 +110,15 @@ class Step:
         return self._index(position for s in self.segments for position in range(s.start, s.stop))
 
     @cached_property
-    def slots(self) -> list[torch.Tensor | None]:
-        """For each group, [tokens]: the slot of each token's keys and values. None for groups with states."""
+    def slots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each group, where each token's keys and values go: the block and the place in it, [tokens] each."""
         rows = [segment.row for segment in self.segments for _ in range(segment.length)]
         positions = self.positions.cpu().numpy()
-        return [
-            None
-            if isinstance(spec, Mamba)
-            else torch.from_numpy(self._table.slot_mapping(group, rows, positions)).to(self._device)
-            for group, spec in enumerate(self._specs)
-        ]
+        slots = []
+        for group, spec in enumerate(self._specs):
+            flat = torch.from_numpy(self._table.slot_mapping(group, rows, positions)).to(self._device)
+            slots.append((flat // spec.block_size, flat % spec.block_size))
+        return slots
 
     @cached_property
     def reads(self) -> list[list[Read]]:
