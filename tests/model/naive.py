@@ -632,7 +632,10 @@ class NaiveManager:
         books = self.books.pop(request.request_id, None)
         if books is None:
             return
-        n = request.num_computed_tokens - request.num_in_flight_tokens
+        # What the longest hit left behind needs is not dead: the next turn of a session starts there.
+        one_more = max((g.size for g in self.groups if g.flagged and g.kind != "mamba"), default=0)
+        n = max(0, request.num_computed_tokens - request.num_in_flight_tokens - one_more)
+        n = n // self.alignment * self.alignment
         entries = []
         for group in self.groups:
             for j, block in enumerate(books.tables[group.index]):
