@@ -271,7 +271,7 @@ def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Any) -> Call
         if full <= done:
             return []
         extra_keys = None
-        if kv_cache_utils.need_extra_keys(request):
+        if kv_cache_utils.need_extra_keys(request) or request.prompt_embeds is not None:
             extra_keys = [_extra_keys(request, block * hash_block_size, hash_block_size) for block in range(done, full)]
         return hash_blocks(
             request.all_token_ids[done * hash_block_size : full * hash_block_size],
