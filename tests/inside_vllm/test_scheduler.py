@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -156,6 +156,11 @@ def index_of(host: Any) -> dict[Any, list[int]]:
     return host.kv_cache_manager.manager.block_pool.index()
 
 
+def hit_of(host: Any, tokens: Sequence[int]) -> int:
+    """How many tokens of a newcomer would be hit."""
+    return int(host.kv_cache_manager.get_computed_blocks(request("newcomer", tokens))[1])
+
+
 def step(host: Any, sampled: dict[str, list[int]] | None = None, **transferred: Any) -> Any:
     output = host.schedule()
     host.update_from_output(output, answers(output, sampled or {}, **transferred))
@@ -214,8 +219,7 @@ def test_whoever_shares_a_load_that_failed_computes_it_too(matched: Any, budget:
     check(host)
     assert set(output.scheduled_cached_reqs.num_computed_tokens) == {2 * BLOCK}
     # What was computed from the failed block can be hit by nobody before it is computed again.
-    _, num_hits = host.kv_cache_manager.get_computed_blocks(request("c", range(100)))
-    assert num_hits <= 2 * BLOCK + budget
+    assert hit_of(host, range(100)) <= 2 * BLOCK + budget
 
 
 def test_blocks_computed_from_a_load_that_failed_are_hit_by_nobody(matched: Any) -> None:
@@ -227,9 +231,30 @@ def test_blocks_computed_from_a_load_that_failed_are_hit_by_nobody(matched: Any)
     (ids,) = host.kv_cache_manager.manager.get_block_ids("a")
     host.update_from_output(output, answers(output, {}, invalid_block_ids={ids[2]}))
     check(host)
-    _, num_hits = host.kv_cache_manager.get_computed_blocks(request("c", [*range(80), *range(1000, 1100)]))
-    assert num_hits == 2 * BLOCK
     assert not host.requests
+    assert hit_of(host, [*range(80), *range(1000, 1100)]) == 2 * BLOCK
+    # Once the beginning is computed again, what the sharer computed from the failed load must still be gone.
+    host.add_request(request("d", range(100)))
+    step(host, {"d": [1]})
+    assert hit_of(host, [*range(80), *range(1000, 1100)]) == 80
+
+
+def test_a_window_whose_load_failed_starts_over_by_preemption(matched: Any) -> None:
+    host = scheduler(
+        specs=SPECS["window"], max_num_batched_tokens=256, transfer=scripted(kv_load_failure_policy="recompute")
+    )
+    matched(lambda request_id, num_computed: (80 - num_computed, False))
+    host.add_request(request("a", range(100)))
+    output = host.schedule()
+    (ids,) = host.kv_cache_manager.manager.get_block_ids("a")
+    broken = next(position for position, block_id in enumerate(ids) if block_id) + 1
+    host.update_from_output(output, answers(output, {}, invalid_block_ids={ids[broken]}))
+    matched(lambda request_id, num_computed: (0, False))
+    assert step(host).preempted_req_ids == {"a"}
+    output = step(host, {"a": [1]})
+    assert output.num_scheduled_tokens == {"a": 100}
+    assert output.scheduled_cached_reqs.resumed_req_ids == {"a"}
+    assert hit_of(host, range(100)) == 96
 
 
 # -- what else must not go wrong ----------------------------------------------------------------
