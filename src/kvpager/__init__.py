@@ -31,7 +31,7 @@ from .errors import (
 )
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from .hashing import BlockHasher, hash_blocks
-from .manager import Fit, KVCacheManager, Probe
+from .manager import DecodeSlots, Fit, KVCacheManager, Probe
 from .pool import BlockList, BlockPool
 from .request import EventSource, Request, RequestLike, RequestStatus
 from .single_type import SingleTypeKVCacheManager
@@ -53,6 +53,7 @@ __all__ = [
     "ChunkedLocalAttention",
     "ConfigError",
     "CrossAttention",
+    "DecodeSlots",
     "DuplicateRequestError",
     "EventSource",
     "Fit",

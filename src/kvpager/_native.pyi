@@ -1,13 +1,15 @@
 """The compiled part: what is touched per token or per block. Not public; use the modules above it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
+from .blocks import KVCacheBlocks
 from .events import KVCacheEvent
 from .pool import EvictionOrder
+from .request import RequestLike
 from .stats import ResidencySampler
 
 def hash_chain(
@@ -28,6 +30,10 @@ class BlockList:
 
     num_committed: int
     num_released: int
+    is_running: bool
+    """Align groups only: whether a state runs in it."""
+    step_ends: list[int]
+    """Align groups only: positions at whose end a step ended, not committed yet. A copy."""
 
     def __init__(self, ids: Iterable[int] = ()) -> None: ...
     def __len__(self) -> int: ...
@@ -183,6 +189,14 @@ class BlockPool:
         Returns the unbroken runs of positions whose hash was new to the index. O(stop - start).
         """
 
+    # -- states --------------------------------------------------------------------------------
+
+    def is_computing(self, block_id: int) -> bool:
+        """Whether the block holds a state that this very step computes: no hit yet. O(1)."""
+
+    def new_step_starts(self) -> None:
+        """What the step before was computing is computed now. O(states)."""
+
     # -- blocks by id: references of outsiders -------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -223,3 +237,165 @@ class BlockPool:
 
     def take_events(self) -> list[KVCacheEvent]:
         """The changes since the last call, in order."""
+
+@final
+class GroupRule:
+    """What one group's attention kind means for the tables of running requests, as numbers.
+
+    ``lag`` and ``interval`` are -1 where the kind has none. ``grows``: with the tokens; ``keeps_prompt``: only
+    what was decoded dies; ``is_state``: a block is a state; ``notes_new``: new blocks are to be zeroed.
+    ``dead``, ``needed_for_hit`` and ``growth`` say what `AttentionSpec` and `SingleTypeKVCacheManager` say. O(1)
+    each, but for ``worth_caching`` and ``commit``: O(parts) and O(newly full blocks).
+    """
+
+    def __init__(
+        self,
+        *,
+        group: int,
+        block_size: int,
+        stride: int,
+        lag: int,
+        span: int,
+        release_delay: int,
+        alignment: int,
+        commit_margin: int,
+        hit_margin: int,
+        interval: int,
+        grows: bool,
+        keeps_prompt: bool,
+        is_state: bool,
+        is_align: bool,
+        notes_new: bool,
+    ) -> None: ...
+    def dead(self, num_computed_tokens: int, num_prompt_tokens: int) -> range:
+        """Positions that no later token reads."""
+
+    def needed_for_hit(self, num_tokens: int) -> range:
+        """Positions that must be cached for a hit of ``num_tokens``, the EAGLE block included."""
+
+    def growth(self, length: int, num_tokens: int, dead: range) -> tuple[int, int, int, int]:
+        """New blocks, nulls, moved blocks and new blocks that a running table gets to serve ``num_tokens``."""
+
+    def worth_caching(self, start: int, stop: int, num_prompt_tokens: int, junction: int) -> list[range]:
+        """The parts of positions [start, stop) that a hit can use, in order."""
+
+    def lowest_computed(self, table: BlockList, num_prompt_tokens: int) -> int:
+        """The fewest computed tokens from which the request can go on with the blocks it still has."""
+
+    def quiet_until(self, table: BlockList, num_prompt_tokens: int, commits: bool) -> int:
+        """The highest token count (lookahead included) up to which an allocation changes nothing."""
+
+    def step_ends(self, table: BlockList, num_tokens: int) -> None:
+        """Note that a step (or a load) ends with the state after ``num_tokens``."""
+
+    def commit(
+        self,
+        pool: BlockPool,
+        table: BlockList,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        num_prompt_tokens: int,
+        junction: int,
+    ) -> list[range]:
+        """Offer the blocks up to ``num_tokens`` to the index; gives the runs whose hashes were new to it."""
+
+@final
+class Holding:
+    """What the manager remembers of one request while it holds blocks for it."""
+
+    junction: int
+    is_stale: bool
+    """Its K/V is of weights from before a lazy reset."""
+    commit_limit: int | None
+    """Tokens beyond it are still being loaded (None: nothing is) …"""
+    load_end: int
+    """… up to here."""
+    lowest: int
+    """The fewest computed tokens from which it can go on."""
+    quiet_until: int
+    """The highest token count up to which nothing changes."""
+
+    def __init__(self, request: RequestLike, tables: Sequence[BlockList]) -> None: ...
+    @property
+    def request(self) -> RequestLike: ...
+
+@final
+class Holdings:
+    """Holdings by request id, in order of admission; the stepper finds them by the request itself. O(1) each."""
+
+    def __init__(self) -> None: ...
+    def add(self, request_id: str, holding: Holding) -> None: ...
+    def get(self, request_id: str) -> Holding | None: ...
+    def remove(self, request_id: str) -> None:
+        """Forget one; unknown: no-op."""
+
+    def request_ids(self) -> list[str]: ...
+    def values(self) -> list[Holding]: ...
+
+@final
+class DecodeSlots:
+    """The answer for a decode batch: who got which new blocks, and who got none."""
+
+    refused: int | None
+    """The index of the first request that could not be served; those behind it have not been looked at."""
+
+    def __init__(self) -> None: ...
+    def add(self, index: int, lists: Sequence[BlockList]) -> None: ...
+    def changed(self) -> list[int]:
+        """Indices of the requests whose tables grew, in order. O(answer)."""
+
+    def block_ids(self, index: int) -> tuple[list[int], ...]:
+        """The positions appended for one request, per group, nulls included; () if its tables did not grow."""
+
+@final
+class Stepper:
+    """The ordinary step of running requests: release what is dead, take blocks, commit, find the bounds anew.
+
+    What is out of the ordinary (a newcomer, a load under way, counts that cannot be) is left to Python.
+    ``log_stored(request, group, positions)`` is called for what entered the index if the pool logs events;
+    ``wrap`` makes the answer of appended lists, ``empty`` is the answer when nothing was.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        holdings: Holdings,
+        rules: Sequence[GroupRule],
+        *,
+        max_model_len: int,
+        commits: bool,
+        watermark_blocks: int,
+        log_stored: Callable[[RequestLike, int, range], None],
+        wrap: Callable[[list[BlockList]], KVCacheBlocks],
+        empty: KVCacheBlocks,
+    ) -> None: ...
+    def step(
+        self,
+        request: RequestLike,
+        num_new_tokens: int,
+        num_lookahead_tokens: int,
+        reserved_blocks: int,
+        has_scheduled_reqs: bool,
+    ) -> Any:
+        """The positions appended as `KVCacheBlocks`; None: refused; NotImplemented: out of the ordinary.
+
+        O(1) while the request is quiet, else O(groups + blocks changed).
+        """
+
+    def step_all(
+        self,
+        requests: Sequence[RequestLike],
+        num_new_tokens: Sequence[int] | None,
+        num_lookahead_tokens: int,
+        reserved_blocks: int,
+        has_scheduled_reqs: bool,
+        start: int,
+        slots: DecodeSlots,
+    ) -> int:
+        """Step requests from ``start`` on (None: one token each) until one is refused or out of the ordinary.
+
+        Returns its index, or their number.
+        """
+
+    def find_bounds(self, holding: Holding, num_prompt_tokens: int) -> None:
+        """Set ``lowest`` and ``quiet_until``. O(groups)."""

@@ -217,6 +217,14 @@ class KVCacheCoordinator:
         for group in self.single_type_managers:
             group.commit(request, num_tokens, junction)
 
+    def log_stored(self, request: RequestLike, group_id: int, run: range) -> None:
+        """Tell that a group's blocks of these positions are in the index now. O(tokens of the run)."""
+        self.single_type_managers[group_id].log_stored(request, run)
+
+    def tables(self, request_id: str) -> list[BlockList]:
+        """The request's tables themselves, one a group. O(groups)."""
+        return [group.tables[request_id] for group in self.single_type_managers]
+
     def release(self, request_id: str, num_processed: int, num_prompt_tokens: int, junction: int) -> None:
         """Give back what no later token reads. O(groups + newly dead)."""
         for group in self.single_type_managers:
@@ -265,28 +273,24 @@ class KVCacheCoordinator:
 
     def new_step_starts(self) -> None:
         """What the step before was computing is computed now."""
-        for group in self.single_type_managers:
-            group.new_step_starts()
+        self.block_pool.new_step_starts()
 
     # -- bounds --------------------------------------------------------------------------------
 
     def lowest_computed(self, request_id: str, num_prompt_tokens: int) -> int:
         """The fewest computed tokens from which the request can go on. O(groups)."""
         return max(
-            (group.lowest_computed(request_id, num_prompt_tokens) for group in self.single_type_managers), default=0
+            (
+                group.rule.lowest_computed(group.tables[request_id], num_prompt_tokens)
+                for group in self.single_type_managers
+            ),
+            default=0,
         )
 
     def num_slots(self, request_id: str) -> int:
         """Token slots that the request's tables have. O(groups)."""
         return min(
             (group.spec.num_slots(len(group.tables[request_id])) for group in self.single_type_managers),
-            default=UNBOUNDED,
-        )
-
-    def quiet_until(self, request_id: str, num_prompt_tokens: int, commits: bool) -> int:
-        """The highest token count up to which an allocation changes nothing. O(groups)."""
-        return min(
-            (group.quiet_until(request_id, num_prompt_tokens, commits) for group in self.single_type_managers),
             default=UNBOUNDED,
         )
 

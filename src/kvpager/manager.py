@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
+from ._native import DecodeSlots, Holding, Holdings, Stepper
 from .attention import CrossAttention
 from .blocks import Block, KVCacheBlocks
 from .config import CacheConfig
@@ -24,7 +26,7 @@ from .request import EventSource, RequestLike
 from .single_type import TokenRanges
 from .stats import PrefixCacheStats, ResidencySampler
 
-__all__ = ["Fit", "KVCacheManager", "Probe"]
+__all__ = ["DecodeSlots", "Fit", "KVCacheManager", "Probe"]
 
 logger = logging.getLogger("kvpager")
 
@@ -67,21 +69,6 @@ class _Conditions:
     num_lookahead_tokens: int
     num_blocks_to_keep: int
     num_blocks_to_free: int = 0
-
-
-class _Holding:
-    """What the manager remembers of one request while it holds blocks for it."""
-
-    __slots__ = ("commit_limit", "is_stale", "junction", "load_end", "lowest", "quiet_until", "request")
-
-    def __init__(self, request: RequestLike) -> None:
-        self.request = request
-        self.junction = 0
-        self.is_stale = False  # its K/V is of weights from before a lazy reset
-        self.commit_limit: int | None = None  # tokens beyond it are still being loaded …
-        self.load_end = 0  # … up to here
-        self.lowest = 0
-        self.quiet_until = -1
 
 
 def _itself(request: Any) -> Any:
@@ -138,7 +125,18 @@ class KVCacheManager:
             event_source=event_source,
         )
         self.empty_kv_cache_blocks = KVCacheBlocks(self.block_pool, [BlockList() for _ in config.groups])
-        self._holdings: dict[str, _Holding] = {}
+        self._holdings = Holdings()
+        self._stepper = Stepper(
+            self.block_pool,
+            self._holdings,
+            [group.rule for group in self.coordinator.single_type_managers],
+            max_model_len=max_model_len,
+            commits=self.coordinator.can_hit,
+            watermark_blocks=self.watermark_blocks,
+            log_stored=self.coordinator.log_stored,
+            wrap=partial(KVCacheBlocks, self.block_pool),
+            empty=self.empty_kv_cache_blocks,
+        )
         if enable_caching:
             _warn_if_it_cannot_hit(config, max_model_len)
 
@@ -231,18 +229,19 @@ class KVCacheManager:
         (`probe` says so). Raises ``InvalidRequestError``. O(1) while the request is quiet, else O(groups +
         blocks changed).
         """
-        holding = self._holdings.get(request.request_id)
-        if (
-            holding is not None
-            and holding.request is request
-            and num_new_tokens > 0 <= num_lookahead_tokens
-            and holding.lowest <= (computed := request.num_computed_tokens)
-            and computed + num_new_tokens + num_lookahead_tokens <= holding.quiet_until
-            and not (num_external_computed_tokens or num_new_computed_tokens or delay_cache_blocks)
-            and not (full_sequence_must_fit or reserved_blocks or self.watermark_blocks)
-            and new_computed_blocks is None
-        ):
-            return self.empty_kv_cache_blocks
+        ordinary = new_computed_blocks is None and not (
+            num_new_computed_tokens
+            or num_external_computed_tokens
+            or delay_cache_blocks
+            or num_encoder_tokens
+            or full_sequence_must_fit
+        )
+        if ordinary:
+            answer: KVCacheBlocks | None = self._stepper.step(
+                request, num_new_tokens, num_lookahead_tokens, reserved_blocks, has_scheduled_reqs
+            )
+            if answer is not NotImplemented:
+                return answer
         holding = self._holding(request)
         _check_counts(num_new_tokens, num_lookahead_tokens, num_external_computed_tokens, num_encoder_tokens)
         self._check_progress(request, holding)
@@ -269,6 +268,45 @@ class KVCacheManager:
             holding = self._admitted(request, num_new_computed_tokens, new_computed_blocks)
         self._commit_step(holding, tokens, num_new_tokens, delay_cache_blocks)
         return KVCacheBlocks(self.block_pool, appended) if any(map(len, appended)) else self.empty_kv_cache_blocks
+
+    def allocate_decode_slots(
+        self,
+        requests: Sequence[RequestLike],
+        num_new_tokens: Sequence[int] | None = None,
+        num_lookahead_tokens: int = 0,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+    ) -> DecodeSlots:
+        """``allocate_slots`` for a whole batch of running requests, one after the other, in one call.
+
+        ``num_new_tokens``: how many each of them computes (None: one). It stops at the first request that
+        cannot be served: the answer's ``refused`` is its index, and those behind it have not been looked
+        at. Free somebody and go on with ``requests[refused:]``. After an exception, the requests before the
+        one that it names have their slots. O(requests), near to nothing for those that are quiet.
+        """
+        if num_new_tokens is not None and len(num_new_tokens) != len(requests):
+            raise InvalidRequestError(
+                f"{len(num_new_tokens)} numbers of new tokens were given for {len(requests)} requests; give one each"
+            )
+        slots, index = DecodeSlots(), 0
+        while True:
+            options = (num_lookahead_tokens, reserved_blocks, has_scheduled_reqs)
+            index = self._stepper.step_all(requests, num_new_tokens, *options, index, slots)
+            if index == len(requests) or slots.refused is not None:
+                return slots
+            # Something about this one is out of the ordinary.
+            blocks = self.allocate_slots(
+                requests[index],
+                1 if num_new_tokens is None else num_new_tokens[index],
+                num_lookahead_tokens=num_lookahead_tokens,
+                reserved_blocks=reserved_blocks,
+                has_scheduled_reqs=has_scheduled_reqs,
+            )
+            if blocks is None:
+                slots.refused = index
+                return slots
+            slots.add(index, blocks._lists)
+            index += 1
 
     def limit_prefill_step(
         self, request: RequestLike, num_computed_tokens: int, num_new_tokens: int, junction: int = 0
@@ -451,7 +489,7 @@ class KVCacheManager:
             return self.coordinator.no_match()
         return self.coordinator.match(request.block_hashes, request.num_tokens - 1)
 
-    def _holding(self, request: RequestLike) -> _Holding | None:
+    def _holding(self, request: RequestLike) -> Holding | None:
         holding = self._holdings.get(request.request_id)
         if holding is not None and holding.request is not request:
             raise DuplicateRequestError(
@@ -460,15 +498,15 @@ class KVCacheManager:
             )
         return holding
 
-    def _known(self, request_id: str) -> _Holding:
-        try:
-            return self._holdings[request_id]
-        except KeyError:
+    def _known(self, request_id: str) -> Holding:
+        holding = self._holdings.get(request_id)
+        if holding is None:
             raise UnknownRequestError(
                 f"request {request_id!r} holds no blocks; allocate_slots must have admitted it first"
-            ) from None
+            )
+        return holding
 
-    def _check_progress(self, request: RequestLike, holding: _Holding | None) -> None:
+    def _check_progress(self, request: RequestLike, holding: Holding | None) -> None:
         computed = request.num_computed_tokens
         most = 0 if holding is None else self.coordinator.num_slots(request.request_id)
         lowest = 0 if holding is None else holding.lowest
@@ -479,7 +517,7 @@ class KVCacheManager:
             )
 
     def _checked_hits(
-        self, request: RequestLike, holding: _Holding | None, blocks: KVCacheBlocks | None, num_tokens: int
+        self, request: RequestLike, holding: Holding | None, blocks: KVCacheBlocks | None, num_tokens: int
     ) -> tuple[BlockList, ...]:
         """The blocks of a hit, which must be this manager's, still cached, and cover exactly the hit."""
         if blocks is None or blocks is self.empty_kv_cache_blocks or not any(map(len, blocks._lists)):
@@ -591,19 +629,21 @@ class KVCacheManager:
         capacity = self.block_pool.num_blocks - 1 - self.block_pool.num_reserved
         return self.coordinator.plan_alone(tokens, num_lookahead) <= capacity
 
-    def _admitted(self, request: RequestLike, num_hits: int, blocks: KVCacheBlocks | None) -> _Holding:
-        holding = self._holdings[request.request_id] = _Holding(request)
+    def _admitted(self, request: RequestLike, num_hits: int, blocks: KVCacheBlocks | None) -> Holding:
+        holding = Holding(request, self.coordinator.tables(request.request_id))
+        self._holdings.add(request.request_id, holding)
         holding.junction = blocks.junction if blocks is not None else 0
         if self.prefix_cache_stats is not None and self.enable_caching and not request.skip_reading_prefix_cache:
             self.prefix_cache_stats.record(request.num_tokens, num_hits, request.num_preemptions > 0)
         return holding
 
-    def _commit_step(self, holding: _Holding, tokens: TokenRanges, num_new_tokens: int, delay: bool) -> None:
+    def _commit_step(self, holding: Holding, tokens: TokenRanges, num_new_tokens: int, delay: bool) -> None:
         request = holding.request
-        if tokens.num_computed > tokens.num_local:
-            self.coordinator.step_ends(request.request_id, tokens.num_computed)
-        if num_new_tokens and tokens.num_main <= request.num_tokens:
-            self.coordinator.step_ends(request.request_id, tokens.num_main)
+        if self._commits(holding):
+            if tokens.num_computed > tokens.num_local:
+                self.coordinator.step_ends(request.request_id, tokens.num_computed)
+            if num_new_tokens and tokens.num_main <= request.num_tokens:
+                self.coordinator.step_ends(request.request_id, tokens.num_main)
         if delay:
             limit = tokens.num_local if holding.commit_limit is None else holding.commit_limit
             holding.commit_limit = min(limit, tokens.num_local)
@@ -614,43 +654,38 @@ class KVCacheManager:
             self._commit(holding, min(tokens.num_main, request.num_tokens))
         self._find_bounds(holding)
 
-    def _commit(self, holding: _Holding, num_tokens: int) -> None:
+    def _commit(self, holding: Holding, num_tokens: int) -> None:
         if not self._commits(holding):
             return
         if holding.commit_limit is not None:
             num_tokens = min(num_tokens, holding.commit_limit)
         self.coordinator.commit(holding.request, num_tokens, holding.junction)
 
-    def _commits(self, holding: _Holding) -> bool:
+    def _commits(self, holding: Holding) -> bool:
         return self.coordinator.can_hit and not holding.is_stale
 
-    def _release(self, holding: _Holding, num_processed: int, num_prompt_tokens: int) -> None:
+    def _release(self, holding: Holding, num_processed: int, num_prompt_tokens: int) -> None:
         self.coordinator.release(holding.request.request_id, num_processed, num_prompt_tokens, holding.junction)
         self._find_bounds(holding)
 
-    def _find_bounds(self, holding: _Holding) -> None:
+    def _find_bounds(self, holding: Holding) -> None:
         """Up to which token count nothing changes for this request, and from which it may go on."""
-        request = holding.request
-        prompt = request.num_prompt_tokens
-        commits = self._commits(holding)
-        holding.lowest = self.coordinator.lowest_computed(request.request_id, prompt)
-        holding.quiet_until = self.coordinator.quiet_until(request.request_id, prompt, commits)
-        if holding.commit_limit is not None:
-            holding.quiet_until = -1  # each call may be the one that computes what the load did not bring
+        self._stepper.find_bounds(holding, holding.request.num_prompt_tokens)
 
     def _recompute_from(self, request_id: str, token: int) -> int:
-        holding = self._holdings[request_id]
+        holding = self._known(request_id)
         can_resume = self.coordinator.can_resume(request_id, token, holding.request.num_prompt_tokens)
         self.coordinator.uncommit(request_id, token)
         holding.commit_limit = None
         self._find_bounds(holding)
         return token if can_resume else 0
 
-    def _forget(self, request: RequestLike) -> _Holding | None:
+    def _forget(self, request: RequestLike) -> Holding | None:
         holding = self._holdings.get(request.request_id)
         if holding is None or holding.request is not request:
             return None
-        return self._holdings.pop(request.request_id)
+        self._holdings.remove(request.request_id)
+        return holding
 
 
 def _processed(request: RequestLike) -> int:

@@ -6,11 +6,13 @@ tells all of them to act.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ._native import GroupRule
 from .attention import AttentionSpec, Mamba, SinkAttention, ceil_div
+from .attention.base import UNBOUNDED
 from .events import MEDIUM_GPU, BlockStored
 from .pool import NULL_BLOCK, BlockList, BlockPool
 from .request import EventSource, RequestLike
@@ -74,10 +76,28 @@ class SingleTypeKVCacheManager:
         self._event_source = event_source
         self._commit_margin = spec.block_size if is_eagle else 0
         self._checkpoint_interval = self._interval(retention_interval)
-        # Mamba only: blocks whose state this very step computes (no hit yet).
-        self._fresh: set[int] = set()
-        # Align only: by request with a running state, positions at whose end a step ended, not committed yet.
-        self._states: dict[str, list[int]] = {}
+        self.rule = self._as_numbers()
+
+    def _as_numbers(self) -> GroupRule:
+        """The kind as the compiled part knows it, which serves running requests."""
+        spec = self.spec
+        return GroupRule(
+            group=self.group_id,
+            block_size=self.block_size,
+            stride=self.stride,
+            lag=-1 if spec.lag is None else spec.lag,
+            span=spec.span,
+            release_delay=spec.release_delay,
+            alignment=self._alignment,
+            commit_margin=self._commit_margin,
+            hit_margin=self.hit_margin,
+            interval=-1 if self._checkpoint_interval is None else self._checkpoint_interval,
+            grows=spec.num_slots(1) != UNBOUNDED,
+            keeps_prompt=spec.first_mortal_block(1) > 0,
+            is_state=isinstance(spec, Mamba),
+            is_align=self.is_align,
+            notes_new=spec.reads_whole_blocks,
+        )
 
     def _interval(self, retention_interval: int | None) -> int | None:
         """Tokens between two hit lengths whose blocks are worth caching; None: all blocks are."""
@@ -110,7 +130,7 @@ class SingleTypeKVCacheManager:
 
     def is_computed(self, hits: BlockList) -> bool:
         """False if the state to start from is only computed in this very step. O(1)."""
-        return not self._fresh or not len(hits) or hits[len(hits) - 1] not in self._fresh
+        return not (isinstance(self.spec, Mamba) and len(hits)) or not self._pool.is_computing(hits[len(hits) - 1])
 
     # -- the plan: what an allocation takes from the free blocks -------------------------------
 
@@ -200,7 +220,8 @@ class SingleTypeKVCacheManager:
         return _Growth(null_start - length, null_stop - null_start, 0, goal - null_stop)
 
     def _growth_to_slots(self, request_id: str, length: int, tokens: TokenRanges, dead: range) -> _Growth:
-        running, speculative = request_id in self._states, self.spec.release_delay
+        table, speculative = self.tables.get(request_id), self.spec.release_delay
+        running = table is not None and table.is_running
         return self._growth(length, self._goal(tokens), tokens.num_encoder_tokens, dead, speculative, running)
 
     def _goal(self, tokens: TokenRanges) -> int:
@@ -232,8 +253,7 @@ class SingleTypeKVCacheManager:
         length = len(table)
         dead = self.spec.dead(tokens.num_start, tokens.num_prompt_tokens)
         self._grow(table, self._growth_to_slots(request_id, length, tokens, dead))
-        if self.is_align:
-            self._states.setdefault(request_id, [])
+        table.is_running = self.is_align
         return table.slice(length, len(table))
 
     def _grow(self, table: BlockList, growth: _Growth) -> None:
@@ -265,7 +285,6 @@ class SingleTypeKVCacheManager:
 
     def pop_table(self, request_id: str) -> BlockList:
         """Forget the request; its blocks are the caller's to give back. O(1)."""
-        self._states.pop(request_id, None)
         return self.tables.pop(request_id, None) or BlockList()
 
     def dead_for(self, table: BlockList, num_processed: int, num_prompt_tokens: int) -> range:
@@ -277,80 +296,35 @@ class SingleTypeKVCacheManager:
 
     def step_ends(self, request_id: str, num_tokens: int) -> None:
         """Note that a step (or a load) ends with the state after ``num_tokens``. O(1)."""
-        if self.is_align and num_tokens % self.block_size == 0:
-            self._states.setdefault(request_id, []).append(num_tokens // self.block_size - 1)
-
-    def commit_stop(self, num_tokens: int) -> int:
-        """Positions that may be in the index with ``num_tokens`` computed: aligned, flagged groups one more."""
-        aligned = num_tokens // self._alignment * self._alignment
-        if aligned and self._commit_margin:
-            aligned = min(num_tokens, aligned + self._commit_margin)
-        return aligned // self.block_size
+        self.rule.step_ends(self.tables[request_id], num_tokens)
 
     def commit(self, request: RequestLike, num_tokens: int, junction: int) -> None:
         """Offer the blocks up to ``num_tokens`` to the index. O(newly full blocks)."""
         table = self.tables[request.request_id]
-        start, stop = table.num_committed, self.commit_stop(num_tokens)
-        if start >= stop:
-            return
-        table.num_committed = stop
-        worth: Iterator[range] = self._worth_caching(start, stop, request.num_prompt_tokens, junction)
-        if self.is_align:
-            worth = self._where_steps_ended(request.request_id, stop, list(worth))
-        for positions in worth:
-            runs = self._pool.commit(
-                table, self.group_id, request.block_hashes, self.stride, positions.start, positions.stop
-            )
-            if isinstance(self.spec, Mamba):
-                self._fresh.update(table.ids(positions.start, positions.stop))
-            if self._pool.logs_events:
-                self._log_stored(request, runs)
-        self._fresh.discard(NULL_BLOCK)
+        runs = self.rule.commit(
+            self._pool, table, request.block_hashes, num_tokens, request.num_prompt_tokens, junction
+        )
+        if self._pool.logs_events:
+            for run in runs:
+                self.log_stored(request, run)
 
-    def _where_steps_ended(self, request_id: str, stop: int, worth: list[range]) -> Iterator[range]:
-        ended = self._states.get(request_id, [])
-        self._states[request_id] = [position for position in ended if position >= stop]
-        for position in sorted(set(ended)):
-            if any(position in positions for positions in worth):
-                yield range(position, position + 1)
-
-    def _worth_caching(self, start: int, stop: int, num_prompt_tokens: int, junction: int) -> Iterator[range]:
-        """The parts of [start, stop) that a hit can use, in order. O(parts)."""
-        interval = self._checkpoint_interval
-        if interval is None:
-            yield range(start, stop)
-            return
-        lengths = {junction} if junction else set()
-        if interval:
-            first = (max(0, start * self.block_size - self.hit_margin) // interval + 1) * interval
-            # A hit beyond this one needs nothing before ``stop``.
-            last = (stop + 1) * self.block_size + (self.spec.lag or 0)
-            lengths.update(range(first, last + 1, interval))
-        if interval != self._alignment:
-            lengths.add((num_prompt_tokens - 1) // self._alignment * self._alignment)
-        for length in sorted(lengths - {0}):
-            needed = self.needed_for_hit(length)
-            if max(start, needed.start) < min(stop, needed.stop):
-                yield range(max(start, needed.start), min(stop, needed.stop))
-                start = min(stop, needed.stop)
-
-    def _log_stored(self, request: RequestLike, runs: Sequence[range]) -> None:
+    def log_stored(self, request: RequestLike, run: range) -> None:
+        """Tell that the blocks of these positions are in the index now. O(tokens of the run)."""
         hashes, size, stride = request.block_hashes, self.block_size, self.stride
         source = self._event_source(request)
-        for run in runs:
-            self._pool.log(
-                BlockStored(
-                    block_hashes=[hashes[(position + 1) * stride - 1] for position in run],
-                    parent_block_hash=hashes[run.start * stride - 1] if run.start else None,
-                    token_ids=list(request.all_token_ids[run.start * size : run.stop * size]),
-                    block_size=size,
-                    lora_id=source.lora_id,
-                    medium=MEDIUM_GPU,
-                    lora_name=source.lora_name,
-                    extra_keys=[source.extra_keys(p * size, (p + 1) * size) for p in run],
-                    group_idx=self.group_id,
-                )
+        self._pool.log(
+            BlockStored(
+                block_hashes=[hashes[(position + 1) * stride - 1] for position in run],
+                parent_block_hash=hashes[run.start * stride - 1] if run.start else None,
+                token_ids=list(request.all_token_ids[run.start * size : run.stop * size]),
+                block_size=size,
+                lora_id=source.lora_id,
+                medium=MEDIUM_GPU,
+                lora_name=source.lora_name,
+                extra_keys=[source.extra_keys(p * size, (p + 1) * size) for p in run],
+                group_idx=self.group_id,
             )
+        )
 
     def first_token(self, position: int) -> int:
         """The first token that a table's position has to do with. O(1)."""
@@ -372,40 +346,7 @@ class SingleTypeKVCacheManager:
         """Everything from ``position`` on has to be computed and committed again. O(1)."""
         table = self.tables[request_id]
         table.num_committed = min(table.num_committed, position)
-        if request_id in self._states:
-            self._states[request_id] = [ended for ended in self._states[request_id] if ended < position]
-
-    def new_step_starts(self) -> None:
-        """The states of the step before are computed now."""
-        self._fresh.clear()
-
-    # -- bounds --------------------------------------------------------------------------------
-
-    def lowest_computed(self, request_id: str, num_prompt_tokens: int) -> int:
-        """The fewest computed tokens from which the request can go on with the blocks it still has. O(1)."""
-        table = self.tables[request_id]
-        if self.spec.lag is None or table.num_released <= self.spec.first_mortal_block(num_prompt_tokens):
-            return 0
-        return table.num_released * self.block_size + self.spec.lag
-
-    def quiet_until(self, request_id: str, num_prompt_tokens: int, commits: bool) -> int:
-        """The highest token count (lookahead included) up to which an allocation changes nothing. O(1)."""
-        table, size = self.tables[request_id], self.block_size
-        until = self.spec.num_slots(len(table))
-        if commits:
-            until = min(until, self._next_commit(table.num_committed) - 1)
-        if self.spec.lag is not None:
-            released = max(table.num_released, self.spec.first_mortal_block(num_prompt_tokens)) * size
-            next_release = (released // self.spec.span + 1) * self.spec.span
-            until = min(until, next_release + self.spec.lag + self.spec.release_delay)
-        return until
-
-    def _next_commit(self, committed: int) -> int:
-        """The token count at which position ``committed`` may enter the index."""
-        end = (committed + 1) * self.block_size
-        if not self._commit_margin:
-            return ceil_div(end, self._alignment) * self._alignment
-        return max(end, max(1, ceil_div(end - self._commit_margin, self._alignment)) * self._alignment)
+        table.step_ends = [ended for ended in table.step_ends if ended < position]
 
 
 class _Growth(NamedTuple):

@@ -53,6 +53,16 @@ inline Range as_range(nanobind::handle value) {
     return {as_int(value.attr("start")), as_int(value.attr("stop"))};
 }
 
+inline nanobind::object as_python_range(const Range& range) {
+    return nanobind::handle(reinterpret_cast<PyObject*>(&PyRange_Type))(range.start, range.stop);
+}
+
+inline nanobind::list as_python_ranges(const std::vector<Range>& ranges) {
+    nanobind::list list;
+    for (const Range& range : ranges) list.append(as_python_range(range));
+    return list;
+}
+
 inline std::vector<Range> as_ranges(nanobind::handle sequence) {
     std::vector<Range> ranges;
     for (nanobind::handle value : as_tuple(sequence)) ranges.push_back(as_range(value));

@@ -23,6 +23,7 @@ enum BlockFlag : uint16_t {
     hit_once = 8,        // useful, dead or not
     noted = 16,          // waits for take_new_block_ids
     held_outside = 32,   // some references are outsiders'
+    computing = 64,      // holds a state that this very step computes
 };
 
 // Four to a cache line. A block with no references is in the free queue (but for the null block).
@@ -63,6 +64,9 @@ struct BlockList {
     std::vector<BlockId> ids;
     int64_t num_committed = 0;
     int64_t num_released = 0;
+    // Align groups only: whether a state runs, and positions at whose end a step ended, not committed yet.
+    bool is_running = false;
+    std::vector<int64_t> step_ends{};
 
     int64_t size() const { return static_cast<int64_t>(ids.size()); }
 };

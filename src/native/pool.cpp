@@ -364,6 +364,21 @@ std::vector<Range> Pool::commit(BlockList& table, Group group, const Hashes& has
     return runs;
 }
 
+void Pool::compute(const BlockList& table, Range positions) {
+    int64_t stop = std::min(positions.stop, table.size());
+    for (int64_t position = positions.start; position < stop; ++position) {
+        BlockId block = table.ids[position];
+        if (block == null_block || is_computing(block)) continue;
+        blocks_[block].flags |= computing;
+        computing_.push_back(block);
+    }
+}
+
+void Pool::new_step_starts() {
+    for (BlockId block : computing_) blocks_[block].flags &= static_cast<uint16_t>(~computing);
+    computing_.clear();
+}
+
 // -- blocks by id -------------------------------------------------------------------------------
 
 std::vector<BlockId> Pool::allocate(int64_t num_blocks) {

@@ -80,6 +80,11 @@ public:
     std::vector<BlockId> pop_tables(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes);
     std::vector<Range> commit(BlockList& table, Group group, const Hashes& hashes, int64_t start, int64_t stop);
 
+    // States that this step computes: they can be hit from the next one on.
+    void compute(const BlockList& table, Range positions);
+    bool is_computing(BlockId block) const { return blocks_[block].is(computing); }
+    void new_step_starts();
+
     // Blocks by id.
     std::vector<BlockId> allocate(int64_t num_blocks);
     void touch(std::span<const BlockId> blocks);
@@ -147,6 +152,7 @@ private:
     int64_t generation_ = 0;
     std::vector<BlockId> reserved_;
     std::vector<BlockId> new_;
+    std::vector<BlockId> computing_;
     std::vector<Freed> freed_;  // scratch, kept for its memory
     std::vector<Note> notes_;
     std::vector<Event> events_;

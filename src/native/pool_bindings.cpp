@@ -50,6 +50,8 @@ void bind_block_list(nb::module_& module) {
              [](BlockList* list, nb::iterable ids) { new (list) BlockList{as_vector(ids, list_id)}; }, "ids"_a)
         .def_rw("num_committed", &BlockList::num_committed)
         .def_rw("num_released", &BlockList::num_released)
+        .def_rw("is_running", &BlockList::is_running)
+        .def_rw("step_ends", &BlockList::step_ends)
         .def("__len__", &BlockList::size)
         .def("__getitem__",
              [](const BlockList& list, int64_t position) {
@@ -112,14 +114,6 @@ void free_tables(Pool& pool, nb::handle tables, const std::vector<int64_t>& bloc
         raise(invalid_request_error, "give one dead and one keep range for each of the %zu tables", count);
     }
     pool.free_tables(freed.lists(), block_sizes, gone, kept);
-}
-
-nb::list as_python_ranges(const std::vector<Range>& ranges) {
-    nb::list list;
-    for (const Range& range : ranges) {
-        list.append(nb::handle(reinterpret_cast<PyObject*>(&PyRange_Type))(range.start, range.stop));
-    }
-    return list;
 }
 
 nb::dict index_of(const Pool& pool) {
@@ -278,6 +272,8 @@ void bind_blocks_by_id(nb::class_<Pool>& pool) {
                  return as_list(told(self, [&] { return self.reserve(num_blocks); }));
              },
              "num_blocks"_a)
+        .def("is_computing", [](const Pool& self, nb::handle id) { return self.is_computing(self.checked(id)); }, "block_id"_a)
+        .def("new_step_starts", &Pool::new_step_starts)
         .def("take_new_block_ids", [](Pool& self) { return as_list(self.take_new_block_ids()); })
         .def("log", &Pool::log, "event"_a)
         .def("take_events", &Pool::take_events);

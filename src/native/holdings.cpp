@@ -1,0 +1,412 @@
+#include "holdings.h"
+
+#include <utility>
+
+#include <nanobind/stl/vector.h>
+
+#include "arguments.h"
+
+namespace nb = nanobind;
+
+namespace kvpager {
+
+namespace {
+
+// Attribute names, made once.
+struct Names {
+    PyObject* num_computed_tokens = PyUnicode_InternFromString("num_computed_tokens");
+    PyObject* num_in_flight_tokens = PyUnicode_InternFromString("num_in_flight_tokens");
+    PyObject* num_prompt_tokens = PyUnicode_InternFromString("num_prompt_tokens");
+    PyObject* num_tokens = PyUnicode_InternFromString("num_tokens");
+    PyObject* block_hashes = PyUnicode_InternFromString("block_hashes");
+    PyObject* status = PyUnicode_InternFromString("status");
+    PyObject* name = PyUnicode_InternFromString("name");
+};
+
+const Names& names() {
+    static const Names made;
+    return made;
+}
+
+nb::object attribute(PyObject* object, PyObject* name) {
+    nb::object value = nb::steal(PyObject_GetAttr(object, name));
+    if (!value.is_valid()) throw nb::python_error();
+    return value;
+}
+
+// Null if there is none.
+nb::object optional_attribute(PyObject* object, PyObject* name) {
+    PyObject* value = nullptr;
+#if PY_VERSION_HEX >= 0x030d0000
+    int found = PyObject_GetOptionalAttr(object, name, &value);
+#else
+    int found = _PyObject_LookupAttr(object, name, &value);
+#endif
+    if (found < 0) throw nb::python_error();
+    return nb::steal(value);
+}
+
+// False: not an int, or too large for any token count.
+bool is_count(nb::handle value, int64_t& count) {
+    int overflow = 0;
+    if (!PyLong_Check(value.ptr())) return false;
+    count = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+    return overflow == 0 && count >= 0 && count <= std::numeric_limits<int64_t>::max() / 4;
+}
+
+bool read_count(PyObject* object, PyObject* name, int64_t& count) { return is_count(attribute(object, name), count); }
+
+}  // namespace
+
+// -- holdings -----------------------------------------------------------------------------------
+
+Holding::Holding(nb::object request, nb::handle tables)
+    : key_(request.ptr()), request_(std::move(request)), held_tables_(as_tuple(tables)) {
+    for (nb::handle table : nb::borrow<nb::tuple>(held_tables_)) lists_.push_back(&as<BlockList>(table));
+}
+
+int Holding::traverse(visitproc visit, void* arg) {
+    Py_VISIT(request_.ptr());
+    Py_VISIT(held_tables_.ptr());
+    return 0;
+}
+
+// Whoever clears a cycle leaves nothing behind that could still be stepped.
+void Holding::clear_references() {
+    quiet_until = -1;
+    lists_.clear();
+    nb::object tables = std::exchange(held_tables_, nb::none());
+    nb::object request = std::exchange(request_, nb::none());
+}
+
+void Holdings::add(nb::handle request_id, nb::object holding) {
+    Holding& added = as<Holding>(holding);
+    if (by_id_.contains(request_id)) raise(invalid_request_error, "request %R holds blocks already", request_id.ptr());
+    if (of(added.request()) != nullptr) raise(invalid_request_error, "request %R holds blocks under another id", request_id.ptr());
+    by_id_[request_id] = holding;
+    if (2 * (num_entered_ + 1) > slots_.size()) {
+        std::vector<Holding*> old = std::exchange(slots_, std::vector<Holding*>(2 * slots_.size()));
+        num_entered_ = 0;
+        for (Holding* one : old) {
+            if (one != nullptr) enter(one);
+        }
+    }
+    enter(&added);
+}
+
+nb::object Holdings::get(nb::handle request_id) const {
+    PyObject* holding = PyDict_GetItemWithError(by_id_.ptr(), request_id.ptr());
+    if (holding == nullptr && PyErr_Occurred()) throw nb::python_error();
+    return holding == nullptr ? nb::none() : nb::borrow(holding);
+}
+
+void Holdings::remove(nb::handle request_id) {
+    nb::object holding = get(request_id);
+    if (holding.is_none()) return;
+    leave(nb::inst_ptr<Holding>(holding));
+    if (PyDict_DelItem(by_id_.ptr(), request_id.ptr()) != 0) throw nb::python_error();
+}
+
+void Holdings::enter(Holding* holding) {
+    size_t slot = home(holding->request());
+    while (slots_[slot] != nullptr) slot = after(slot);
+    slots_[slot] = holding;
+    ++num_entered_;
+}
+
+void Holdings::leave(Holding* holding) {
+    size_t hole = home(holding->request());
+    while (slots_[hole] != holding) hole = after(hole);
+    for (size_t slot = after(hole); slots_[slot] != nullptr; slot = after(slot)) {
+        size_t distance = (slot - home(slots_[slot]->request())) & (slots_.size() - 1);
+        if (distance >= ((slot - hole) & (slots_.size() - 1))) {
+            slots_[hole] = slots_[slot];
+            hole = slot;
+        }
+    }
+    slots_[hole] = nullptr;
+    --num_entered_;
+}
+
+int Holdings::traverse(visitproc visit, void* arg) {
+    Py_VISIT(by_id_.ptr());
+    return 0;
+}
+
+void Holdings::clear_references() {
+    std::fill(slots_.begin(), slots_.end(), nullptr);
+    num_entered_ = 0;
+    nb::dict holdings = std::exchange(by_id_, nb::dict());
+}
+
+// -- the answer for a batch -----------------------------------------------------------------------
+
+void DecodeSlots::add(int64_t index, const std::vector<BlockList*>& tables, const std::vector<int64_t>& from) {
+    size_t begin = ids_.size();
+    bool any = false;
+    for (size_t i = 0; i < tables.size(); ++i) {
+        const std::vector<BlockId>& ids = tables[i]->ids;
+        any |= ids.size() > static_cast<size_t>(from[i]);
+        ids_.push_back(static_cast<BlockId>(ids.size() - from[i]));
+        ids_.insert(ids_.end(), ids.begin() + from[i], ids.end());
+    }
+    any ? entries_.push_back({index, begin, tables.size()}) : ids_.resize(begin);
+}
+
+void DecodeSlots::add(int64_t index, nb::handle lists) {
+    Tables added(lists);
+    add(index, added.lists(), std::vector<int64_t>(added.lists().size(), 0));
+}
+
+nb::list DecodeSlots::changed() const {
+    nb::list indices;
+    for (const Entry& entry : entries_) indices.append(entry.index);
+    return indices;
+}
+
+nb::tuple DecodeSlots::block_ids(int64_t index) const {
+    auto found = std::lower_bound(entries_.begin(), entries_.end(), index,
+                                  [](const Entry& entry, int64_t wanted) { return entry.index < wanted; });
+    nb::list groups;
+    if (found != entries_.end() && found->index == index) {
+        const BlockId* at = &ids_[found->begin];
+        for (size_t i = 0; i < found->num_groups; ++i) {
+            groups.append(as_list(at + 1, static_cast<size_t>(*at)));
+            at += 1 + *at;
+        }
+    }
+    return nb::tuple(groups);
+}
+
+// -- the step -----------------------------------------------------------------------------------
+
+// What a step reads of a request, all of it before anything changes.
+struct Stepper::Facts {
+    int64_t num_computed = 0;
+    int64_t num_in_flight = 0;
+    int64_t num_prompt = 0;
+    int64_t num_tokens = 0;
+    int64_t num_to_keep = 0;  // free blocks that must be left
+    nb::object block_hashes;  // a tuple or list
+
+    int64_t num_processed() const { return std::max<int64_t>(0, num_computed - num_in_flight); }
+};
+
+Stepper::Stepper(nb::object pool, nb::object holdings, std::vector<GroupRule> rules, int64_t max_model_len, bool commits,
+                 int64_t watermark_blocks, nb::object log_stored, nb::object wrap, nb::object empty)
+    : pool_object_(std::move(pool)),
+      holdings_object_(std::move(holdings)),
+      log_stored_(std::move(log_stored)),
+      wrap_(std::move(wrap)),
+      empty_(std::move(empty)),
+      pool_(&as<Pool>(pool_object_)),
+      holdings_(&as<Holdings>(holdings_object_)),
+      rules_(std::move(rules)),
+      max_model_len_(max_model_len),
+      commits_(commits),
+      watermark_blocks_(watermark_blocks) {
+    for (const GroupRule& rule : rules_) pool_->checked_group(rule.group);
+}
+
+nb::object Stepper::allocate(nb::handle request, nb::handle num_new, nb::handle num_lookahead, int64_t num_reserved,
+                             bool has_scheduled_reqs) {
+    int64_t count;
+    StepOptions options{0, num_reserved, has_scheduled_reqs};
+    bool sensible = is_count(num_new, count) && count > 0 && is_count(num_lookahead, options.num_lookahead) &&
+                    num_reserved >= 0;
+    switch (sensible ? step(request.ptr(), count, options) : Outcome::not_ours) {
+        case Outcome::quiet: return empty_;
+        case Outcome::not_ours: return nb::borrow(Py_NotImplemented);
+        case Outcome::refused: tell(request); return nb::none();
+        case Outcome::stepped: break;
+    }
+    nb::object answer = appended(*holdings_->of(request.ptr()));
+    tell(request);
+    return answer.is_none() ? empty_ : wrap_(answer);
+}
+
+// A list of block lists; None if nothing was appended.
+nb::object Stepper::appended(const Holding& holding) const {
+    std::vector<BlockList> lists;
+    bool any = false;
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        const std::vector<BlockId>& ids = holding.tables()[i]->ids;
+        lists.push_back({{ids.begin() + lengths_[i], ids.end()}});
+        any |= !lists.back().ids.empty();
+    }
+    return any ? nb::cast(std::move(lists)) : nb::none();
+}
+
+Stepper::Outcome Stepper::step(PyObject* request, int64_t num_new, const StepOptions& options) {
+    int64_t computed;
+    if (!read_count(request, names().num_computed_tokens, computed)) return Outcome::not_ours;
+    const Holding* holding = holdings_->of(request);
+    if (holding == nullptr) return Outcome::not_ours;
+    if (is_quiet(*holding, computed, num_new, options)) return Outcome::quiet;
+    Facts facts{.num_computed = computed, .block_hashes = {}};
+    if (!read(request, options, facts)) return Outcome::not_ours;
+    // Reading may have run anything; from here on nothing does until the request is whole again.
+    Holding* found = holdings_->of(request);
+    if (found == nullptr || found->commit_limit || !can_go_on(*found, computed)) return Outcome::not_ours;
+    return act(*found, num_new, options, facts);
+}
+
+bool Stepper::is_quiet(const Holding& holding, int64_t computed, int64_t num_new, const StepOptions& options) const {
+    int64_t most_to_keep = options.num_reserved + (options.has_scheduled_reqs ? watermark_blocks_ : 0);
+    return holding.lowest <= computed && computed + num_new + options.num_lookahead <= holding.quiet_until &&
+           most_to_keep <= pool_->num_free();
+}
+
+// False: something about the request is not as it should be.
+bool Stepper::read(PyObject* request, const StepOptions& options, Facts& facts) const {
+    nb::object in_flight = optional_attribute(request, names().num_in_flight_tokens);
+    if (in_flight.is_valid() && !is_count(in_flight, facts.num_in_flight)) return false;
+    if (!read_count(request, names().num_prompt_tokens, facts.num_prompt)) return false;
+    if (!read_count(request, names().num_tokens, facts.num_tokens)) return false;
+    facts.num_to_keep = options.num_reserved;
+    if (watermark_blocks_ > 0 && options.has_scheduled_reqs) {
+        nb::object status = attribute(attribute(request, names().status).ptr(), names().name);
+        if (!PyUnicode_Check(status.ptr())) return false;
+        bool newcomer = PyUnicode_CompareWithASCIIString(status.ptr(), "WAITING") == 0 ||
+                        PyUnicode_CompareWithASCIIString(status.ptr(), "PREEMPTED") == 0;
+        if (newcomer) facts.num_to_keep += watermark_blocks_;
+    }
+    nb::object hashes = attribute(request, names().block_hashes);
+    facts.block_hashes = nb::steal(PySequence_Fast(hashes.ptr(), "block_hashes must be a sequence of bytes"));
+    if (!facts.block_hashes.is_valid()) throw nb::python_error();
+    return true;
+}
+
+bool Stepper::can_go_on(const Holding& holding, int64_t computed) const {
+    int64_t most = max_model_len_ - 1;
+    if (holding.tables().size() != rules_.size()) return false;
+    for (size_t i = 0; i < rules_.size(); ++i) most = std::min(most, rules_[i].num_slots(*holding.tables()[i]));
+    return holding.lowest <= computed && computed <= most;
+}
+
+Stepper::Outcome Stepper::act(Holding& holding, int64_t num_new, const StepOptions& options, const Facts& facts) {
+    int64_t num_main = std::min(facts.num_computed + num_new, max_model_len_);
+    int64_t num_slots = std::min(num_main + options.num_lookahead, max_model_len_);
+    bool commits = commits_ && !holding.is_stale;
+    if (commits) check_hashes(holding, facts, std::min(num_main, facts.num_tokens));
+    lengths_.clear();
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        BlockList& table = *holding.tables()[i];
+        rules_[i].release(*pool_, table, facts.num_processed(), facts.num_prompt, holding.junction);
+        lengths_.push_back(table.size());
+    }
+    if (plan(facts, num_main, num_slots) > pool_->num_free() - facts.num_to_keep) {
+        find_bounds(holding, facts.num_prompt);
+        return Outcome::refused;
+    }
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        BlockList& table = *holding.tables()[i];
+        rules_[i].grow(*pool_, table, growths_[i]);
+        if (commits && num_main <= facts.num_tokens) rules_[i].step_ends(table, num_main);
+    }
+    if (commits) commit(holding, facts, std::min(num_main, facts.num_tokens));
+    find_bounds(holding, facts.num_prompt);
+    return Outcome::stepped;
+}
+
+// The free blocks that the step takes; leaves how each table grows in `growths_`.
+int64_t Stepper::plan(const Facts& facts, int64_t num_main, int64_t num_slots) {
+    growths_.clear();
+    int64_t start = std::min(facts.num_computed, facts.num_tokens - 1), need = 0;
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        Range gone = rules_[i].dead(start, facts.num_prompt);
+        // Drafts have no state layers: lookahead slots are not for align groups.
+        growths_.push_back(rules_[i].growth(lengths_[i], rules_[i].is_align ? num_main : num_slots, gone));
+        need += growths_.back().num_new();
+    }
+    return need;
+}
+
+// A hash that is none is refused before anything has changed.
+void Stepper::check_hashes(const Holding& holding, const Facts& facts, int64_t num_tokens) const {
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        const BlockList& table = *holding.tables()[i];
+        if (!rules_[i].has_to_commit(table, num_tokens)) continue;
+        Hashes hashes(facts.block_hashes, rules_[i].stride);
+        int64_t stop = std::min(rules_[i].commit_stop(num_tokens), hashes.num_positions());
+        for (int64_t position = table.num_committed; position < stop; ++position) hashes[position];
+    }
+}
+
+void Stepper::commit(Holding& holding, const Facts& facts, int64_t num_tokens) {
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        BlockList& table = *holding.tables()[i];
+        if (!rules_[i].has_to_commit(table, num_tokens)) continue;
+        Hashes hashes(facts.block_hashes, rules_[i].stride);
+        std::vector<Range> runs = rules_[i].commit(*pool_, table, hashes, num_tokens, facts.num_prompt, holding.junction);
+        if (!pool_->logs_events()) continue;
+        for (const Range& run : runs) stored_.push_back({i, run});
+    }
+}
+
+void Stepper::find_bounds(Holding& holding, int64_t num_prompt_tokens) const {
+    bool commits = commits_ && !holding.is_stale;
+    if (holding.tables().size() != rules_.size()) {
+        raise(invalid_request_error, "%zu tables were given for %zu groups", holding.tables().size(), rules_.size());
+    }
+    holding.lowest = 0;
+    // While a load is under way, each call may be the one that computes what it did not bring.
+    holding.quiet_until = holding.commit_limit ? -1 : unbounded;
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        const BlockList& table = *holding.tables()[i];
+        holding.lowest = std::max(holding.lowest, rules_[i].lowest_computed(table, num_prompt_tokens));
+        holding.quiet_until = std::min(holding.quiet_until, rules_[i].quiet_until(table, num_prompt_tokens, commits));
+    }
+}
+
+// Python may run again: events are written and observers told.
+void Stepper::tell(nb::handle request) {
+    auto stored = std::exchange(stored_, {});
+    for (const auto& [group, run] : stored) log_stored_(request, group, as_python_range(run));
+    pool_->tell_observer();
+}
+
+int64_t Stepper::step_all(nb::handle requests, nb::handle counts, nb::handle num_lookahead, int64_t num_reserved,
+                          bool has_scheduled_reqs, int64_t start, DecodeSlots& slots) {
+    nb::tuple batch = as_tuple(requests);
+    nb::object given = counts.is_none() ? nb::none() : nb::object(as_tuple(counts));
+    StepOptions options{0, num_reserved, has_scheduled_reqs};
+    int64_t size = static_cast<int64_t>(nb::len(batch));
+    if (!is_count(num_lookahead, options.num_lookahead) || num_reserved < 0) return start;
+    if (!given.is_none() && static_cast<int64_t>(nb::len(given)) != size) {
+        raise(invalid_request_error, "give one number of new tokens for each of the %lld requests", static_cast<long long>(size));
+    }
+    for (int64_t index = std::max<int64_t>(start, 0); index < size; ++index) {
+        PyObject* request = PyTuple_GET_ITEM(batch.ptr(), index);
+        int64_t count = 1;
+        if (!given.is_none() && !(is_count(PyTuple_GET_ITEM(given.ptr(), index), count) && count > 0)) return index;
+        Outcome outcome = step(request, count, options);
+        if (outcome == Outcome::quiet) continue;
+        if (outcome == Outcome::not_ours) return index;
+        if (outcome == Outcome::refused) {
+            slots.refused = index;
+            tell(request);
+            return index;
+        }
+        slots.add(index, holdings_->of(request)->tables(), lengths_);
+        tell(request);
+    }
+    return size;
+}
+
+int Stepper::traverse(visitproc visit, void* arg) {
+    Py_VISIT(pool_object_.ptr());
+    Py_VISIT(holdings_object_.ptr());
+    Py_VISIT(log_stored_.ptr());
+    Py_VISIT(wrap_.ptr());
+    Py_VISIT(empty_.ptr());
+    return 0;
+}
+
+void Stepper::clear_references() {
+    nb::object log_stored = std::exchange(log_stored_, nb::none());
+    nb::object wrap = std::exchange(wrap_, nb::none());
+    nb::object empty = std::exchange(empty_, nb::none());
+}
+
+}  // namespace kvpager

@@ -1,0 +1,129 @@
+#include "rules.h"
+
+#include "errors.h"
+
+namespace kvpager {
+
+void GroupRule::check() const {
+    bool fine = block_size > 0 && stride > 0 && lag >= -1 && span > 0 && span % block_size == 0 && release_delay >= 0 &&
+                alignment > 0 && alignment % block_size == 0 && commit_margin >= 0 && hit_margin >= 0 && interval >= -1;
+    if (!fine) raise(config_error, "the numbers of group %d do not describe an attention kind", group);
+}
+
+Growth GroupRule::growth(int64_t length, int64_t num_tokens, Range gone) const {
+    if (!grows) return {};
+    int64_t goal = ceil_div(num_tokens, block_size) + release_delay;
+    if (goal <= length) return {};
+    if (is_align) {
+        // Only the running state and the speculative ones get memory. The speculative blocks of
+        // the last step move along; what lies between is nobody's state.
+        int64_t first = goal - release_delay - 1;
+        int64_t nulls = std::max<int64_t>(0, first - length);
+        int64_t moved = std::max<int64_t>(0, std::min(length, first) - (length - release_delay));
+        return {0, nulls, moved, goal - length - nulls - moved};
+    }
+    int64_t null_start = std::min(std::max(gone.start, length), goal);
+    int64_t null_stop = std::min(std::max(gone.stop, null_start), goal);
+    return {null_start - length, null_stop - null_start, 0, goal - null_stop};
+}
+
+std::vector<Range> GroupRule::worth_caching(int64_t start, int64_t stop, int64_t num_prompt_tokens,
+                                            int64_t junction) const {
+    if (interval < 0) return {{start, stop}};
+    // Hit lengths worth caching for, shortest first: the replay boundary, a junction, and every
+    // `interval` tokens as long as a hit of that length needs anything before `stop`.
+    int64_t replay = interval == alignment ? 0 : (num_prompt_tokens - 1) / alignment * alignment;
+    int64_t some[] = {std::min(replay, junction), std::max(replay, junction)};
+    const int64_t* next = some;
+    int64_t last = (stop + 1) * block_size + std::max<int64_t>(lag, 0);
+    int64_t regular = unbounded;
+    if (interval > 0) regular = (std::max<int64_t>(0, start * block_size - hit_margin) / interval + 1) * interval;
+    std::vector<Range> parts;
+    while (start < stop) {
+        if (regular > last) regular = unbounded;
+        int64_t length = std::min(next < std::end(some) ? *next : unbounded, regular);
+        if (length == unbounded) break;
+        length == regular ? regular += interval : (++next, 0);
+        if (length <= 0) continue;
+        Range needed = needed_for_hit(length);
+        int64_t from = std::max(start, needed.start), to = std::min(stop, needed.stop);
+        if (from >= to) continue;
+        parts.push_back({from, to});
+        start = to;
+    }
+    return parts;
+}
+
+int64_t GroupRule::lowest_computed(const BlockList& table, int64_t num_prompt_tokens) const {
+    if (lag < 0 || table.num_released <= first_mortal_block(num_prompt_tokens)) return 0;
+    return table.num_released * block_size + lag;
+}
+
+int64_t GroupRule::quiet_until(const BlockList& table, int64_t num_prompt_tokens, bool commits) const {
+    int64_t until = num_slots(table);
+    if (commits) until = std::min(until, next_commit(table.num_committed) - 1);
+    if (commits && is_align) until = std::min(until, num_slots(table) - 1);  // a step that ends there is noted
+    if (lag >= 0) {
+        int64_t released = std::max(table.num_released, first_mortal_block(num_prompt_tokens)) * block_size;
+        until = std::min(until, (released / span + 1) * span + lag + release_delay);
+    }
+    return until;
+}
+
+// The token count at which position `committed` may enter the index.
+int64_t GroupRule::next_commit(int64_t committed) const {
+    int64_t end = (committed + 1) * block_size;
+    if (commit_margin == 0) return ceil_div(end, alignment) * alignment;
+    return std::max(end, std::max<int64_t>(1, ceil_div(end - commit_margin, alignment)) * alignment);
+}
+
+void GroupRule::release(Pool& pool, BlockList& table, int64_t num_processed, int64_t num_prompt_tokens,
+                        int64_t junction) const {
+    Range gone = dead(num_processed - release_delay, num_prompt_tokens);
+    int64_t start = std::max(gone.start, table.num_released), stop = std::min(gone.stop, table.size());
+    if (start >= stop) return;
+    pool.release(table, start, stop, junction > 0 ? needed_for_hit(junction) : Range{});
+    table.num_released = stop;
+}
+
+void GroupRule::grow(Pool& pool, BlockList& table, const Growth& growth) const {
+    int64_t first_moved = table.size() - release_delay;
+    if (growth.before > 0) pool.extend(table, growth.before, notes_new);
+    if (growth.nulls > 0) pool.extend_null(table, growth.nulls);
+    for (int64_t i = 0; i < growth.moved; ++i) pool.move(table, first_moved + i);
+    if (growth.after > 0) pool.extend(table, growth.after, notes_new);
+}
+
+std::vector<Range> GroupRule::commit(Pool& pool, BlockList& table, const Hashes& hashes, int64_t num_tokens,
+                                     int64_t num_prompt_tokens, int64_t junction) const {
+    int64_t start = table.num_committed, stop = commit_stop(num_tokens);
+    std::vector<Range> runs;
+    if (start >= stop) return runs;
+    std::vector<Range> worth = worth_caching(start, stop, num_prompt_tokens, junction);
+    if (is_align) worth = where_steps_ended(table, worth, stop);
+    for (const Range& positions : worth) {
+        std::vector<Range> stored = pool.commit(table, group, hashes, positions.start, positions.stop);
+        if (is_state) pool.compute(table, positions);
+        runs.insert(runs.end(), stored.begin(), stored.end());
+    }
+    table.num_committed = stop;
+    return runs;
+}
+
+std::vector<Range> GroupRule::where_steps_ended(BlockList& table, const std::vector<Range>& worth, int64_t stop) const {
+    std::vector<int64_t> ended;
+    std::erase_if(table.step_ends, [&](int64_t position) {
+        if (position < stop) ended.push_back(position);
+        return position < stop;
+    });
+    std::sort(ended.begin(), ended.end());
+    ended.erase(std::unique(ended.begin(), ended.end()), ended.end());
+    std::vector<Range> states;
+    for (int64_t position : ended) {
+        auto holds = [&](const Range& range) { return range.holds(position); };
+        if (std::any_of(worth.begin(), worth.end(), holds)) states.push_back({position, position + 1});
+    }
+    return states;
+}
+
+}  // namespace kvpager
