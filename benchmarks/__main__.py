@@ -16,7 +16,7 @@ from rich.table import Table
 from .compare import Result, as_json, growth, run
 from .peers import Kvpager, load_vllm
 
-NARROWEST = 118
+NARROWEST = 122
 """Columns that the table takes without breaking a name."""
 
 
@@ -69,9 +69,9 @@ def table(results: list[Result]) -> Table:
         out.add_column(column, justify="left" if column in ("what", "unit") else "right", no_wrap=True)
     for r in results:
         span = f"{r.ratio_low:.1f}-{r.ratio_high:.1f}" if r.ratio_low and r.ratio_high else ""
-        wanted = "" if r.at_least is None else f"{r.at_least:.3g}"
+        wanted = f"≤ {r.at_most:g}" if r.at_most else f"{r.at_least:.3g}x" if r.at_least else ""
         colour = {True: "green", False: "red", None: ""}[r.holds]
-        ratio = "" if r.ratio is None else f"{r.ratio:.2f}" if r.ratio < 10 else f"{r.ratio:.1f}"
+        ratio = f"{r.ratio:.3g}x" if r.ratio else f"{r.ours:.3g}" if colour else ""
         ratio = f"[{colour}]{ratio}[/{colour}]" if colour and ratio else ratio
         theirs = "" if r.theirs is None else f"{r.theirs:.4g}"
         out.add_row(

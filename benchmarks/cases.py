@@ -23,8 +23,10 @@ class Row:
 
     name: str
     unit: str
-    at_least: float
+    at_least: float | None = None
     """The ratio that is wanted: the peer's time over ours."""
+    at_most: float | None = None
+    """Our own figure that is wanted, in ``unit``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,12 +79,11 @@ class Vllm:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch
+            import vllm
             from vllm.sampling_params import SamplingParams
             from vllm.utils.hashing import get_hash_fn_by_name
             from vllm.v1 import kv_cache_interface, request
             from vllm.v1.core import kv_cache_manager, kv_cache_utils
-
-            import vllm
         self.version = vllm.__version__
         self.running = request.RequestStatus.RUNNING
         self._torch, self._specs, self._managers = torch, kv_cache_interface, kv_cache_manager
