@@ -26,7 +26,13 @@ from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -52,7 +58,11 @@ def window(size: int) -> Any:
 
 def cache(num_blocks: int, specs: Sequence[Any]) -> KVCacheConfig:
     groups = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    tensors = [
+        KVCacheTensor(size=num_blocks * group.kv_cache_spec.page_size_bytes, shared_by=group.layer_names)
+        for group in groups
+    ]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 def manager(kind: Any = KVPAGER, *, num_blocks: int = 64, specs: Sequence[Any] = (), **options: Any) -> Any:
@@ -96,7 +106,7 @@ def scheduler(
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
-        speculative_config=SpeculativeConfig(model="ngram", num_speculative_tokens=num_drafts) if num_drafts else None,
+        speculative_config=_drafting(num_drafts, is_async) if num_drafts else None,
     )
     config.cache_config.num_gpu_blocks = num_blocks
     register_all_kvcache_specs(config)
@@ -111,6 +121,16 @@ def scheduler(
         )
     finally:
         scheduler_module.KVCacheManager = before
+
+
+def _drafting(num_drafts: int, is_async: bool) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        model="ngram",
+        method="ngram_gpu" if is_async else "ngram",
+        num_speculative_tokens=num_drafts,
+        prompt_lookup_max=num_drafts,
+        prompt_lookup_min=1,
+    )
 
 
 def scripted(**options: Any) -> dict[str, Any]:

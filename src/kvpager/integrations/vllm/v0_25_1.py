@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from vllm import envs
 from vllm.distributed import kv_events as vllm_events
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1 import kv_cache_interface as vllm_specs
@@ -18,8 +19,6 @@ from vllm.v1.engine import core as vllm_core
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
-
-from vllm import envs
 
 from ...attention import (
     AttentionSpec,
@@ -50,6 +49,11 @@ def install() -> None:
     # Tokens computed by steps whose result is not known yet, drafts that may be rejected among them. Decoding only:
     # vLLM does not tell which chunks of a prefill are in flight.
     Request.num_in_flight_tokens = property(lambda request: request.num_output_placeholders)
+    if not hasattr(vllm_scheduler.Scheduler, "_kvpager_update_request_as_session"):
+        vllm_scheduler.Scheduler._kvpager_update_request_as_session = (
+            vllm_scheduler.Scheduler._update_request_as_session
+        )
+        vllm_scheduler.Scheduler._update_request_as_session = _update_request_as_session
     if os.environ.get("KVPAGER_VLLM_HASH") == "1":
         vllm_core.get_request_block_hasher = get_request_block_hasher
 
@@ -106,6 +110,18 @@ class KVCacheManager(SchedulerManager):
     def as_host_event(self, event: KVCacheEvent) -> Any:
         """The same event in vLLM's class, hashes converted as its configuration says."""
         return as_vllm_event(event)
+
+
+def _update_request_as_session(scheduler: Any, session: Any, update: Any) -> None:
+    """vLLM's own, but hashes of blocks that are not computed yet are made again.
+
+    A session's next input takes the place of its last sampled token; if that one had filled a block, vLLM would keep
+    the block's hash and cache other content under it.
+    """
+    if isinstance(scheduler.kv_cache_manager, SchedulerManager):
+        hash_size = scheduler.kv_cache_manager.manager.kv_cache_config.hash_size
+        del session.block_hashes[session.num_computed_tokens // hash_size :]
+    scheduler._kvpager_update_request_as_session(session, update)
 
 
 # -- types ------------------------------------------------------------------------------------------------------------

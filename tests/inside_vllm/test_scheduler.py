@@ -1,0 +1,298 @@
+"""vLLM's scheduler on kvpager's manager: the same decisions as on its own, and what must not go wrong."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM 0.25.1; `make test-vllm` runs these tests where it is")
+
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
+
+from kvpager.errors import ConfigError
+from kvpager.integrations.vllm import v0_25_1
+
+from .hosts import BLOCK, KVPAGER, VLLM, answers, full, request, scheduler, scripted, window
+
+v0_25_1.install()
+SPECS = {"full": [full()], "window": [window(64)], "full and windows": [full(), window(64), window(64)]}
+
+
+@pytest.fixture(autouse=True)
+def _vllms_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPAGER_VLLM_EVICTION", "recency")
+
+
+def check(host: Any) -> None:
+    if isinstance(host.kv_cache_manager, KVPAGER):
+        host.kv_cache_manager.check()
+
+
+# -- a long random life -------------------------------------------------------------------------
+
+
+class Life:
+    """Requests that come, share beginnings, are aborted and preempted; the same for every manager."""
+
+    def __init__(self, kind: Any, seed: int, *, num_drafts: int = 0, is_async: bool = False, **options: Any) -> None:
+        self.host = scheduler(kind, is_async=is_async, num_drafts=num_drafts, **options)
+        self.source = random.Random(seed)
+        self.num_drafts, self.is_async = num_drafts, is_async
+        self.seen: list[Any] = []
+        self.refused = 0
+        self.number = 0
+        self.pending: deque[Any] = deque()
+
+    def run(self, num_steps: int) -> Life:
+        for step in range(num_steps):
+            if step < num_steps // 2 and self.source.random() < 0.3:
+                self._arrive()
+            if self.number and self.source.random() < 0.05:
+                victim = str(self.source.randrange(self.number))
+                self.host.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+            self.step()
+        return self
+
+    def _arrive(self) -> None:
+        beginning = [self.source.randrange(3)] * self.source.choice([0, 16, 40, 64])
+        own = [self.source.randrange(3, 1000) for _ in range(self.source.choice([1, 15, 16, 50, 100]))]
+        priority = self.source.randrange(3)
+        one = request(str(self.number), beginning + own, max_tokens=self.source.choice([1, 20, 80]), priority=priority)
+        one.arrival_time = float(self.number)
+        self.host.add_request(one)
+        self.number += 1
+
+    def step(self) -> None:
+        output = self.host.schedule()
+        self.seen.append(self._decisions(output))
+        check(self.host)
+        samples = [name for name in output.num_scheduled_tokens if not self.host.requests[name].is_prefill_chunk]
+        self.pending.append((output, samples))
+        if len(self.pending) > self.is_async:
+            self._answer(*self.pending.popleft())
+            check(self.host)
+
+    def _decisions(self, output: Any) -> Any:
+        cached = output.scheduled_cached_reqs
+        return (
+            dict(output.num_scheduled_tokens),
+            [(new.req_id, new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs],
+            list(zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)),
+            sorted(output.preempted_req_ids or ()),
+            sorted(output.finished_req_ids),
+            output.num_common_prefix_blocks,
+        )
+
+    def _answer(self, output: Any, samples: list[str]) -> None:
+        sampled, drafts = {}, {}
+        for request_id in samples:
+            proposed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            accepted = self.source.randrange(proposed + 1)
+            sampled[request_id] = [self.source.randrange(1000) for _ in range(1 + accepted)]
+            if self.num_drafts and not self.is_async:
+                drafts[request_id] = [self.source.randrange(1000) for _ in range(self.num_drafts)]
+        self.host.update_from_output(output, answers(output, sampled))
+        if drafts:
+            self.host.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+
+LIVES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "asynchronous": {"is_async": True},
+    "drafts": {"num_drafts": 3},
+    "asynchronous drafts": {"is_async": True, "num_drafts": 3},
+    "priorities": {"policy": "priority"},
+}
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_decisions_as_on_vllms_manager(life: str, seed: int) -> None:
+    options = {"num_blocks": 30, **LIVES[life]}
+    ours, theirs = Life(KVPAGER, seed, **options).run(300), Life(VLLM, seed, **options).run(300)
+    for step, (mine, others) in enumerate(zip(ours.seen, theirs.seen, strict=True)):
+        assert mine == others, f"seed {seed}, step {step}"
+    assert sum(len(decisions[3]) for decisions in ours.seen) > 0  # somebody was preempted
+
+
+@pytest.mark.parametrize("specs", ["window", "full and windows"])
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("eviction", ["recency", "dead_first"])
+def test_everybody_gets_done(specs: str, life: str, eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPAGER_VLLM_EVICTION", eviction)
+    one = Life(KVPAGER, 1, num_blocks=50, specs=SPECS[specs], **LIVES[life]).run(400)
+    for _ in range(3000):
+        if not one.host.has_unfinished_requests():
+            break
+        one.step()
+    while one.pending:
+        one._answer(*one.pending.popleft())
+    assert not one.host.requests
+    assert one.host.kv_cache_manager.block_pool.get_num_free_blocks() == 49
+    check(one.host)
+
+
+# -- loads --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def matched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Set what the connector says is there, by request id and local hit."""
+    from kvpager_test_connector import ScriptedConnector
+
+    def say(answer: Any) -> None:
+        monkeypatch.setattr(ScriptedConnector, "matched", staticmethod(answer))
+
+    say(lambda request_id, num_computed: (0, False))
+    return say
+
+
+def index_of(host: Any) -> dict[Any, list[int]]:
+    return host.kv_cache_manager.manager.block_pool.index()
+
+
+def hit_of(host: Any, tokens: Sequence[int]) -> int:
+    """How many tokens of a newcomer would be hit."""
+    return int(host.kv_cache_manager.get_computed_blocks(request("newcomer", tokens))[1])
+
+
+def step(host: Any, sampled: dict[str, list[int]] | None = None, **transferred: Any) -> Any:
+    output = host.schedule()
+    host.update_from_output(output, answers(output, sampled or {}, **transferred))
+    check(host)
+    return output
+
+
+def test_a_load_is_cached_only_when_it_has_arrived(matched: Any) -> None:
+    host = scheduler(transfer=scripted())
+    matched(lambda request_id, num_computed: (64 - num_computed, True))
+    host.add_request(request("a", range(100)))
+    step(host)
+    assert not index_of(host)
+    step(host, finished_recving={"a"})
+    assert not index_of(host)
+    output = step(host, {"a": [1]})
+    assert output.num_scheduled_tokens == {"a": 36}
+    assert len(index_of(host)) == 6
+
+
+@pytest.mark.parametrize("specs", ["full", "window"])
+def test_a_load_that_failed_half_way_goes_on_from_what_arrived_or_starts_over(matched: Any, specs: str) -> None:
+    host = scheduler(specs=SPECS[specs], transfer=scripted(kv_load_failure_policy="recompute"))
+    matched(lambda request_id, num_computed: (80 - num_computed, True))
+    host.add_request(request("a", range(100)))
+    step(host)
+    (ids,) = host.kv_cache_manager.get_block_ids("a")
+    held = [position for position, block_id in enumerate(ids) if block_id]
+    broken = held[1]
+    matched(lambda request_id, num_computed: (0, False))
+    output = host.schedule()
+    failed = answers(output, {}, finished_recving={"a"}, invalid_block_ids={ids[broken]})
+    host.update_from_output(output, failed)
+    assert not index_of(host)
+    output = host.schedule()
+    # A window's tokens left of the failed block were never loaded: there it can only start over.
+    start = broken * BLOCK if specs == "full" else 0
+    (new,) = output.scheduled_new_reqs
+    assert new.num_computed_tokens == start
+    check(host)
+
+
+@pytest.mark.parametrize("budget", [64, 16])
+def test_whoever_shares_a_load_that_failed_computes_it_too(matched: Any, budget: int) -> None:
+    """vLLM tells its manager nothing here, and lets a sharer read what another may only compute steps later."""
+    host = scheduler(max_num_batched_tokens=256, transfer=scripted(kv_load_failure_policy="recompute"))
+    matched(lambda request_id, num_computed: (80 - num_computed, False) if request_id == "a" else (0, False))
+    host.add_request(request("a", range(100)))
+    host.add_request(request("b", [*range(80), *range(1000, 1020)]))
+    output = host.schedule()
+    assert {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs} == {"a": 80, "b": 80}
+    (ids,) = host.kv_cache_manager.manager.get_block_ids("a")
+    host.update_from_output(output, answers(output, {}, invalid_block_ids={ids[2]}))
+    host.max_num_scheduled_tokens = budget
+    output = host.schedule()
+    check(host)
+    assert set(output.scheduled_cached_reqs.num_computed_tokens) == {2 * BLOCK}
+    # What was computed from the failed block can be hit by nobody before it is computed again.
+    assert hit_of(host, range(100)) <= 2 * BLOCK + budget
+
+
+def test_blocks_computed_from_a_load_that_failed_are_hit_by_nobody(matched: Any) -> None:
+    host = scheduler(max_num_batched_tokens=256, transfer=scripted(kv_load_failure_policy="fail"))
+    matched(lambda request_id, num_computed: (80 - num_computed, False) if request_id == "a" else (0, False))
+    host.add_request(request("a", range(100)))
+    host.add_request(request("b", [*range(80), *range(1000, 1100)]))
+    output = host.schedule()
+    (ids,) = host.kv_cache_manager.manager.get_block_ids("a")
+    host.update_from_output(output, answers(output, {}, invalid_block_ids={ids[2]}))
+    check(host)
+    assert not host.requests
+    assert hit_of(host, [*range(80), *range(1000, 1100)]) == 2 * BLOCK
+    # Once the beginning is computed again, what the sharer computed from the failed load must still be gone.
+    host.add_request(request("d", range(100)))
+    step(host, {"d": [1]})
+    assert hit_of(host, [*range(80), *range(1000, 1100)]) == 80
+
+
+def test_a_window_whose_load_failed_starts_over_by_preemption(matched: Any) -> None:
+    host = scheduler(
+        specs=SPECS["window"], max_num_batched_tokens=256, transfer=scripted(kv_load_failure_policy="recompute")
+    )
+    matched(lambda request_id, num_computed: (80 - num_computed, False))
+    host.add_request(request("a", range(100)))
+    output = host.schedule()
+    (ids,) = host.kv_cache_manager.manager.get_block_ids("a")
+    broken = next(position for position, block_id in enumerate(ids) if block_id) + 1
+    host.update_from_output(output, answers(output, {}, invalid_block_ids={ids[broken]}))
+    matched(lambda request_id, num_computed: (0, False))
+    assert step(host).preempted_req_ids == {"a"}
+    output = step(host, {"a": [1]})
+    assert output.num_scheduled_tokens == {"a": 100}
+    assert output.scheduled_cached_reqs.resumed_req_ids == {"a"}
+    assert hit_of(host, range(100)) == 96
+
+
+# -- what else must not go wrong ----------------------------------------------------------------
+
+
+def test_a_sessions_next_input_gets_hashes_of_its_own() -> None:
+    """vLLM keeps the hash of a block that the dropped token had filled, and would cache other content under it."""
+    host = scheduler()
+    host.add_request(request("session", range(15), max_tokens=1, resumable=True))
+    step(host, {"session": [7]})
+    host.add_request(request("session", [500, *range(501, 540)], max_tokens=1, resumable=True))
+    step(host, {"session": [8]})
+    told = request("other", [*range(15), 7, *range(100)])
+    true = request("other", [*range(15), 500, *range(501, 540)])
+    assert host.kv_cache_manager.get_computed_blocks(told)[1] == 0
+    assert host.kv_cache_manager.get_computed_blocks(true)[1] == 48
+
+
+def test_window_blocks_that_rejected_drafts_would_need_stay() -> None:
+    """Computed tokens run ahead of what is known by as much as drafts may be rejected."""
+    host = scheduler(specs=[window(32)], is_async=True, num_drafts=3)
+    host.add_request(request("a", range(64), max_tokens=100))
+    pending: deque[Any] = deque()
+    for _ in range(60):
+        pending.append(host.schedule())
+        one = host.requests.get("a")
+        known = one.num_computed_tokens - one.num_output_placeholders
+        (ids,) = host.kv_cache_manager.manager.get_block_ids("a")
+        first_read = max(0, known - 32 + 1) // BLOCK
+        assert all(ids[first_read : one.num_computed_tokens // BLOCK]), (known, ids)
+        if len(pending) > 1:
+            output = pending.popleft()  # all drafts are rejected, always
+            host.update_from_output(output, answers(output, {"a": [5]}))
+        check(host)
+
+
+def test_a_connector_that_walks_the_old_queue_is_refused_at_start() -> None:
+    options = {"cpu_bytes_to_use": 1 << 20, "lazy_offload": True}
+    transfer = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    with pytest.raises(ConfigError, match=r"lazy_offload.*unset KVPAGER_VLLM"):
+        scheduler(transfer=transfer)
