@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import cycle
+from typing import NamedTuple
 
 from .attention import CrossAttention
 from .attention.base import UNBOUNDED
@@ -17,8 +17,7 @@ from .single_type import SingleTypeKVCacheManager, TokenRanges
 __all__ = ["KVCacheCoordinator", "Match"]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The longest prefix that every group has: ``num_tokens``, and each group's blocks for exactly that.
 
     ``junction``: the longest aligned length beyond it that the groups which need the whole prefix
@@ -66,6 +65,7 @@ class KVCacheCoordinator:
         self._max_step = max_num_batched_tokens
         # A cache that can never hit commits nothing either: entries that nobody can hit only mislead.
         self.can_hit = caching and bool(config.specs) and all(spec.can_hit for spec in config.specs)
+        self.has_align_group = any(group.is_align for group in self.single_type_managers)
         self.hit_margin = max((group.hit_margin for group in self.single_type_managers), default=0)
         self._lookups = self._same_spec_together()
         self._no_hits = tuple(BlockList() for _ in config.specs)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._native import DecodeSlots, Holding, Holdings, Stepper
 from .attention import CrossAttention
@@ -43,8 +42,7 @@ class Fit(Enum):
     """The request could outgrow the whole cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Probe(NamedTuple):
     """What ``allocate_slots`` would do, and why.
 
     ``num_blocks_needed`` are free blocks (evictable hits included), ``num_blocks_short`` how many of them
@@ -61,8 +59,7 @@ class Probe:
     num_tokens_that_fit: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Conditions:
+class _Conditions(NamedTuple):
     """What an allocation must leave free."""
 
     full_sequence_must_fit: bool
@@ -125,6 +122,7 @@ class KVCacheManager:
             event_source=event_source,
         )
         self.empty_kv_cache_blocks = KVCacheBlocks(self.block_pool, [BlockList() for _ in config.groups])
+        self._longest: dict[tuple[int, int], int] = {}
         self._holdings = Holdings()
         self._stepper = Stepper(
             self.block_pool,
@@ -316,7 +314,7 @@ class KVCacheManager:
         For caches with a Mamba ``align`` group, a step ends at the junction, at the last aligned boundary
         that the same prompt could hit, else at an aligned boundary; never before its first token. O(1).
         """
-        if not (self._has_align_group and self.enable_caching):
+        if not (self.coordinator.has_align_group and self.enable_caching):
             return num_new_tokens
         if num_computed_tokens >= max(request.num_prompt_tokens, request.num_tokens - 1):
             return num_new_tokens
@@ -480,10 +478,6 @@ class KVCacheManager:
 
     # -- inside --------------------------------------------------------------------------------
 
-    @property
-    def _has_align_group(self) -> bool:
-        return any(group.is_align for group in self.coordinator.single_type_managers)
-
     def _match(self, request: RequestLike) -> Match:
         if request.skip_reading_prefix_cache:
             return self.coordinator.no_match()
@@ -575,7 +569,7 @@ class KVCacheManager:
         coordinator, request_id = self.coordinator, request.request_id
         hit = tokens.num_local - request.num_computed_tokens
         if is_new and not self._fits_alone(request, conditions.num_lookahead_tokens, tokens.num_encoder_tokens):
-            fitting = self._num_tokens_that_fit(conditions.num_lookahead_tokens, tokens)
+            fitting = self._longest_that_fits(conditions.num_lookahead_tokens, tokens.num_encoder_tokens)
             return Probe(fit=Fit.NEVER, num_hit_tokens=hit, junction=junction, num_tokens_that_fit=fitting)
         if not coordinator.are_computed(hits):
             return Probe(fit=Fit.NEXT_STEP, num_hit_tokens=hit, junction=junction)
@@ -584,8 +578,9 @@ class KVCacheManager:
         if conditions.full_sequence_must_fit:
             lookahead = conditions.num_lookahead_tokens
             main = min(max(request.num_tokens, tokens.num_main), self.max_model_len)
-            whole = replace(tokens, num_main=main, num_slots=min(main + lookahead, self.max_model_len))
-            needs = max(needs, coordinator.plan_sequence(request_id, hits, whole, lookahead), key=sum)
+            whole = tokens._replace(num_main=main, num_slots=min(main + lookahead, self.max_model_len))
+            if whole != tokens or coordinator.has_align_group:
+                needs = max(needs, coordinator.plan_sequence(request_id, hits, whole, lookahead), key=sum)
         short = max(0, sum(needs) - available)
         return Probe(
             fit=Fit.NOT_NOW if short else Fit.NOW,
@@ -599,21 +594,25 @@ class KVCacheManager:
     def _fits_alone(self, request: RequestLike, num_lookahead: int, num_encoder: int) -> bool:
         max_tokens = getattr(request, "max_tokens", None)
         longest = request.num_tokens if max_tokens is None else request.num_prompt_tokens + max_tokens
-        return self._length_fits(
-            max(longest, request.num_tokens), request.num_prompt_tokens, num_lookahead, num_encoder
+        longest = max(longest, request.num_tokens)
+        # A sequence that is all prompt needs the most: what fits then always fits.
+        return longest <= self._longest_that_fits(num_lookahead, num_encoder) or self._length_fits(
+            longest, request.num_prompt_tokens, num_lookahead, num_encoder
         )
 
-    def _num_tokens_that_fit(self, num_lookahead: int, tokens: TokenRanges) -> int:
-        """The longest sequence that the cache can hold: bisected, since need grows with length."""
-        fits, too_many = 0, self.max_model_len + 1
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            prompt = min(tokens.num_prompt_tokens, middle)
-            if self._length_fits(middle, prompt, num_lookahead, tokens.num_encoder_tokens):
-                fits = middle
-            else:
-                too_many = middle
-        return fits
+    def _longest_that_fits(self, num_lookahead: int, num_encoder: int) -> int:
+        """The longest prompt that the cache can hold, bisected once: need grows with length."""
+        key = (num_lookahead, num_encoder)
+        if key not in self._longest:
+            fits, too_many = 0, self.max_model_len + 1
+            while too_many - fits > 1:
+                middle = (fits + too_many) // 2
+                if self._length_fits(middle, middle, num_lookahead, num_encoder):
+                    fits = middle
+                else:
+                    too_many = middle
+            self._longest[key] = fits
+        return self._longest[key]
 
     def _length_fits(self, num_tokens: int, num_prompt_tokens: int, num_lookahead: int, num_encoder: int) -> bool:
         main = min(num_tokens, self.max_model_len)

@@ -7,7 +7,6 @@ tells all of them to act.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._native import GroupRule
@@ -20,8 +19,7 @@ from .request import EventSource, RequestLike
 __all__ = ["SingleTypeKVCacheManager", "TokenRanges"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRanges:
+class TokenRanges(NamedTuple):
     """The tokens that one allocation speaks of, as ends of half-open ranges::
 
         computed | new hits | external | new | lookahead
