@@ -333,9 +333,11 @@ class KVCacheManager:
     def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> None:
         """Enter the request's blocks up to ``num_computed_tokens`` into the index: a load has arrived.
 
-        Raises ``UnknownRequestError``. O(newly full blocks).
+        Raises ``UnknownRequestError``. O(1) while the request is quiet, else O(newly full blocks).
         """
         holding = self._known(request.request_id)
+        if num_computed_tokens <= holding.quiet_until:
+            return
         if holding.commit_limit is not None:
             done = num_computed_tokens >= holding.load_end
             holding.commit_limit = None if done else max(holding.commit_limit, num_computed_tokens)
