@@ -27,10 +27,21 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 BLOCK = 16
 MAX_MODEL_LEN = 8192
 VOCABULARY = 32_000
-TIMED = (
-    "allocate_slots cache_blocks create_kv_cache_blocks free get_blocks get_computed_blocks get_num_common_prefix_blocks "
-    "make_prefix_cache_stats new_step_starts pop_blocks_for_free remove_skipped_blocks take_events take_new_block_ids"
-).split()
+TIMED = [
+    "allocate_slots",
+    "cache_blocks",
+    "create_kv_cache_blocks",
+    "free",
+    "get_blocks",
+    "get_computed_blocks",
+    "get_num_common_prefix_blocks",
+    "make_prefix_cache_stats",
+    "new_step_starts",
+    "pop_blocks_for_free",
+    "remove_skipped_blocks",
+    "take_events",
+    "take_new_block_ids",
+]
 """What the scheduler calls on its manager in ordinary steps."""
 
 
@@ -51,7 +62,9 @@ class Load:
 LOADS = [
     Load(name="256 decoding", running=256, prompt=200, shared=0, answer=4000),
     Load(name="256 decoding, asynchronous", running=256, prompt=200, shared=0, answer=4000, is_async=True),
-    Load(name="256 decoding, 1 full + 5 window groups", running=256, prompt=200, shared=0, answer=4000, window_groups=5),
+    Load(
+        name="256 decoding, 1 full + 5 window groups", running=256, prompt=200, shared=0, answer=4000, window_groups=5
+    ),
     Load(name="2k prompts, half shared", running=64, prompt=2048, shared=1024, answer=64),
     Load(name="2k prompts, half shared, small pool", running=64, prompt=2048, shared=1024, answer=64, num_blocks=5_000),
 ]

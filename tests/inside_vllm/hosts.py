@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -54,6 +55,14 @@ def full() -> Any:
 
 def window(size: int) -> Any:
     return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=size)
+
+
+def mamba() -> Any:
+    return MambaSpec(block_size=BLOCK, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def _mamba_mode(specs: Sequence[Any]) -> str:
+    return "align" if any(isinstance(spec, MambaSpec) for spec in specs) else "none"
 
 
 def cache(num_blocks: int, specs: Sequence[Any]) -> KVCacheConfig:
@@ -102,7 +111,7 @@ def scheduler(
             disable_hybrid_kv_cache_manager=False if len(specs) > 1 else None,
         ),
         model_config=ModelConfig(model=_model_folder(), skip_tokenizer_init=True, dtype="float32"),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode=_mamba_mode(specs)),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,

@@ -17,10 +17,15 @@ from vllm.v1.request import RequestStatus
 from kvpager.errors import ConfigError
 from kvpager.integrations.vllm import v0_25_1
 
-from .hosts import BLOCK, KVPAGER, VLLM, answers, full, request, scheduler, scripted, window
+from .hosts import BLOCK, KVPAGER, VLLM, answers, full, mamba, request, scheduler, scripted, window
 
 v0_25_1.install()
-SPECS = {"full": [full()], "window": [window(64)], "full and windows": [full(), window(64), window(64)]}
+SPECS = {
+    "full": [full()],
+    "window": [window(64)],
+    "full and windows": [full(), window(64), window(64)],
+    "full and Mamba": [full(), mamba()],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +125,7 @@ def test_the_same_decisions_as_on_vllms_manager(life: str, seed: int) -> None:
     assert sum(len(decisions[3]) for decisions in ours.seen) > 0  # somebody was preempted
 
 
-@pytest.mark.parametrize("specs", ["window", "full and windows"])
+@pytest.mark.parametrize("specs", ["window", "full and windows", "full and Mamba"])
 @pytest.mark.parametrize("life", LIVES)
 @pytest.mark.parametrize("eviction", ["recency", "dead_first"])
 def test_everybody_gets_done(specs: str, life: str, eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +184,34 @@ def test_a_load_is_cached_only_when_it_has_arrived(matched: Any) -> None:
     output = step(host, {"a": [1]})
     assert output.num_scheduled_tokens == {"a": 36}
     assert len(index_of(host)) == 6
+
+
+@pytest.mark.parametrize("specs", SPECS)
+def test_a_load_of_everything_leaves_one_token_to_compute(matched: Any, specs: str) -> None:
+    host = scheduler(specs=SPECS[specs], transfer=scripted())
+    matched(lambda request_id, num_computed: (96 - num_computed, True))
+    host.add_request(request("a", range(96), max_tokens=1))
+    step(host)
+    step(host, finished_recving={"a"})
+    output = step(host, {"a": [1]})
+    assert output.num_scheduled_tokens == {"a": 1}
+    assert not host.requests
+    matched(lambda request_id, num_computed: (0, False))
+    assert hit_of(host, range(200)) == 96
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reset_takes_running_requests_along(is_async: bool) -> None:
+    one = Life(KVPAGER, 3, num_blocks=60, is_async=is_async).run(40)
+    while one.pending:
+        one._answer(*one.pending.popleft())
+    assert one.host.running and index_of(one.host)
+    assert one.host.reset_prefix_cache(reset_running_requests=True)
+    assert not index_of(one.host) and not one.host.running
+    check(one.host)
+    assert one.host.kv_cache_manager.make_prefix_cache_stats().reset
+    one.step()
+    assert one.host.running
 
 
 @pytest.mark.parametrize("specs", ["full", "window"])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 
 class Nothing(KVConnectorMetadata):
     """There is nothing to tell the workers."""
 
 
-class ScriptedConnector(KVConnectorBase_V1):
+class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
     """``matched`` gives what is there beyond the local hit, by request id and local hit: (tokens, whether async)."""
 
     matched: ClassVar[Any] = None
@@ -21,6 +21,9 @@ class ScriptedConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         pass
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return Nothing()
