@@ -139,6 +139,16 @@ class KvpagerSide:
         )
         return None if blocks is None else [list(ids) for ids in blocks.get_block_ids()]
 
+    def decode(self, rids: list[str], lookahead: int) -> tuple[list[list[list[int]]], int | None]:
+        """The same in one call."""
+        requests = [self.requests[rid] for rid in rids]
+        slots = self.manager.allocate_decode_slots(requests, num_lookahead_tokens=lookahead)
+        num_served = len(rids) if slots.refused is None else slots.refused
+        none = [[] for _ in range(self.manager.num_kv_cache_groups)]
+        ids = [[list(group) for group in slots.block_ids(index)] or none for index in range(num_served)]
+        assert slots.changed() == [index for index in range(num_served) if ids[index] != none]
+        return ids, slots.refused
+
     def table(self, rid: str) -> list[list[int]]:
         return [list(ids) for ids in self.manager.get_block_ids(rid)]
 

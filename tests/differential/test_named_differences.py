@@ -158,6 +158,28 @@ def test_queries_write() -> None:
     assert pager.state() == before
 
 
+def test_hit_state_that_a_load_makes_useless() -> None:
+    assert "step: over-counted" in DIFFERENCES
+    vllm, pager = both(Layout(name="states", kinds=(FULL, Kind(name="mamba-align"))))
+    prompt = list(range(13))
+    for side in (vllm, pager):
+        side.new("a", prompt[:8], 4, Extras())
+        assert side.allocate("a", Allocation(num_new=8)) is not None
+        side.free("a")
+        side.new_step()
+        side.new("b", prompt, 4, Extras())
+    free = NUM_BLOCKS - 1
+    # Three blocks of attention and the loaded state: the state that was hit is not read any more.
+    for spare, vllm_takes_it, pager_takes_it in ((3, False, False), (4, False, True)):
+        for side, takes_it in ((vllm, vllm_takes_it), (pager, pager_takes_it)):
+            blocks, hit, _ = side.hit("b")
+            load = Allocation(
+                num_new=0, num_hit=hit, hit_blocks=blocks, num_external=4, delay=True, reserved=free - spare
+            )
+            assert hit == 8 and (side.allocate("b", load) is not None) == takes_it
+    assert free - len(pager.state().free) == 4
+
+
 def test_chunk_not_a_multiple_of_the_block() -> None:
     assert "chunk not a multiple of the block" in DIFFERENCES
     layout = Layout(name="odd", kinds=(FULL, Kind(name="chunk", chunk=10)))

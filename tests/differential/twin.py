@@ -48,7 +48,7 @@ class Change(NamedTuple):
     """What a BlockStored says of this block; None where tokens and hashes do not pair up."""
 
 
-ALLOCATING = ("admit", "step")
+ALLOCATING = ("admit", "step", "decode")
 NAMED_IN_EVENTS = {"reference_window": "full_attention"}
 """vLLM's events have no name of their own for the kind."""
 
@@ -211,6 +211,26 @@ class Twin:
             self.counts["refused steps"] += 1
             return True
         self._computed(live, min(new, left), accepted)
+        return True
+
+    def decode(self, token: int, lookahead: int = 0) -> bool:
+        """All decoding requests compute one token: one call of kvpager's beside a loop over vLLM's."""
+        batch = [
+            live for live in self.live.values() if live.status == "running" and live.computed + 1 == len(live.tokens)
+        ]
+        if not batch:
+            return False
+        rids = [live.rid for live in batch]
+        vllm, pager = self.vllm.decode(rids, lookahead), self.pager.decode(rids, lookahead)
+        _same("decode batch", vllm, pager)
+        served, refused = vllm
+        self.counts["decoded in batches"] += len(served)
+        self.counts["refused steps"] += refused is not None
+        for live, _ in zip(batch, served, strict=False):
+            live.ends.add(live.computed + 1)
+            self._take_back_align_commits(live)
+            self._take_back_junctions(live)
+            self._computed(live, 1, [token])
         return True
 
     def loaded(self, rid: str) -> bool:

@@ -183,6 +183,16 @@ class VllmSide:
         )
         return None if blocks is None else [list(ids) for ids in blocks.get_block_ids()]
 
+    def decode(self, rids: list[str], lookahead: int) -> tuple[list[list[list[int]]], int | None]:
+        """One token each, one by one, up to the first refusal: new blocks by request, and its index."""
+        served = []
+        for index, rid in enumerate(rids):
+            ids = self.allocate(rid, Allocation(num_new=1, num_lookahead=lookahead))
+            if ids is None:
+                return served, index
+            served.append(ids)
+        return served, None
+
     def table(self, rid: str) -> list[list[int]]:
         return [list(ids) for ids in self.manager.get_block_ids(rid)]
 

@@ -12,7 +12,8 @@ WEIGHTS = {
     "new": 10,
     "look": 3,
     "admit": 20,
-    "step": 44,
+    "step": 38,
+    "decode": 6,
     "loaded": 4,
     "rush": 1,
     "preempt": 3,
@@ -54,7 +55,7 @@ class Walk:
         name = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         if name in ("new", "drain"):
             return getattr(self, f"_{name}")(twin)
-        if name in ("give_back", "evict", "reset", "new_step"):
+        if name in ("decode", "give_back", "evict", "reset", "new_step"):
             return [{"op": name, **self._arguments(name, twin)}]
         able = [live.rid for live in twin.live.values() if live.status in STATUS.get(name, (live.status,))]
         return [{"op": name, "rid": self.rng.choice(able), **self._arguments(name, twin)}] if able else []
@@ -115,6 +116,9 @@ class Walk:
             "drafts": drafts,
             "aligned": rng.random() < 0.9,
         }
+
+    def _for_decode(self, twin: Twin) -> Op:
+        return {"token": self.rng.randrange(3), "lookahead": self.rng.choice((0, self.layout.lookahead))}
 
     def _for_rush(self, twin: Twin) -> Op:
         return {"token": self.rng.randrange(3)}
