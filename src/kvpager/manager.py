@@ -552,6 +552,7 @@ class KVCacheManager:
             num_slots=min(main + num_lookahead, self.max_model_len),
             num_prompt_tokens=request.num_prompt_tokens,
             num_encoder_tokens=num_encoder,
+            num_processed=_processed(request),
         )
 
     def _watermark(self, request: RequestLike, has_scheduled_reqs: bool) -> int:

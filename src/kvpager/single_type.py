@@ -27,7 +27,8 @@ class TokenRanges(NamedTuple):
                   num_local |          |     |           | num_slots (≤ max_model_len)
                           num_computed |     | num_main
 
-    ``num_start``, where computing goes on: ``num_computed``, but the sequence's last token at the latest, since
+    ``num_processed``: the computed tokens whose step's result is known; what is dead as seen from there is
+    released before anything is taken. ``num_start``, where computing goes on: ``num_computed``, but the sequence's last token at the latest, since
     its logits are wanted. What is dead is dead as seen from there.
     """
 
@@ -38,6 +39,7 @@ class TokenRanges(NamedTuple):
     num_slots: int
     num_prompt_tokens: int
     num_encoder_tokens: int = 0
+    num_processed: int = 0
 
 
 class SingleTypeKVCacheManager:
@@ -164,7 +166,7 @@ class SingleTypeKVCacheManager:
             if table is None:
                 need += self._evictable(hits, dead)
             else:
-                need -= self._pool.count_exclusive(table, max(dead.start, table.num_released), dead.stop)
+                need -= self._pool.count_exclusive(table, max(dead.start, self._still_held(table, tokens)), dead.stop)
             needs.append(need)
         return max(0, *needs)
 
@@ -182,9 +184,14 @@ class SingleTypeKVCacheManager:
             start = evictable + (tokens.num_computed > tokens.num_local)  # the hit's state, or a loaded one
             ahead = goal - ceil_div(tokens.num_computed, self.block_size)
             return min(most, start + ahead) + speculative
-        held = sum(block_id != NULL_BLOCK for block_id in table.ids(table.num_released))
+        held = sum(block_id != NULL_BLOCK for block_id in table.ids(self._still_held(table, tokens)))
         ahead = goal - (len(table) - speculative)
         return max(0, min(ahead, most + speculative - held))
+
+    def _still_held(self, table: BlockList, tokens: TokenRanges) -> int:
+        """The first position that is not dead once what ``num_processed`` allows is released. O(1)."""
+        dead = self.spec.dead(tokens.num_processed - self.spec.release_delay, tokens.num_prompt_tokens)
+        return max(table.num_released, dead.stop)
 
     def releasable(self, request_id: str, num_processed: int, num_prompt_tokens: int) -> int:
         """Blocks that ``release`` would add to the free ones. O(newly dead)."""
