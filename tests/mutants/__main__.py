@@ -1,6 +1,6 @@
 """Applies each fault in turn to a copy of the package and runs the tests on it: every one must fail.
 
-    python -m tests.mutants [TEXT]      only faults whose file or description contains TEXT
+python -m tests.mutants [TEXT]      only faults whose file or description contains TEXT
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ TESTS = [
     "tests/unit/test_stats_and_events.py",
     "tests/contract/test_went_wrong.py",
     "tests/unit/test_scheduler.py",
+    "tests/contract/test_decode_lockstep.py",
     "tests/contract/test_stateful.py",
     "tests/contract/test_scheduler_progress.py",
 ]
@@ -55,7 +56,9 @@ def main() -> int:
         bar.advance(task)
         for fault, failed in zip(faults, pool.map(run, faults), strict=True):
             survivors += not failed
-            console.print(f"{'killed  ' if failed else 'SURVIVED'} {fault.file}: {fault.what}  [{failed}]", markup=False)
+            console.print(
+                f"{'killed  ' if failed else 'SURVIVED'} {fault.file}: {fault.what}  [{failed}]", markup=False
+            )
             bar.advance(task)
     console.print(f"{len(faults) - survivors} of {len(faults)} faults were noticed")
     return int(survivors > 0)

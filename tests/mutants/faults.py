@@ -37,9 +37,9 @@ FAULTS = [
     ),
     Fault(
         "coordinator.py",
-        "length = max(0, before_gap) // self.alignment * self.alignment",
-        "length = max(0, before_gap)",
-        "a hit before a gap ends off the alignment",
+        "before_gap = (start - 1) * group.block_size - group.hit_margin",
+        "before_gap = (start - 1) * group.block_size",
+        "a hit before a gap forgets EAGLE's extra block",
     ),
     Fault("coordinator.py", "shared = shared or length", "shared = 0", "junctions are never learnt"),
     Fault(
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "single_type.py",
-        "return not self._fresh or not len(hits) or hits[len(hits) - 1] not in self._fresh",
+        "return not (isinstance(self.spec, Mamba) and len(hits)) or not self._pool.is_computing(hits[len(hits) - 1])",
         "return True",
         "a state that is only computed in this step is hit",
     ),
@@ -93,7 +93,7 @@ FAULTS = [
     ),
     Fault(
         "single_type.py",
-        "need -= self._pool.count_exclusive(table, max(dead.start, table.num_released), dead.stop)",
+        "need -= self._pool.count_exclusive(table, max(dead.start, self._still_held(table, tokens)), dead.stop)",
         "pass",
         "blocks that the request will give back count as need",
     ),
@@ -138,21 +138,27 @@ FAULTS = [
     ),
     Fault(
         "single_type.py",
-        "worth = self._where_steps_ended(request.request_id, stop, list(worth))",
-        "pass",
+        "is_align=self.is_align,",
+        "is_align=False,",
         "an align state is committed where no step ended",
     ),
     Fault(
         "single_type.py",
-        "aligned = min(num_tokens, aligned + self._commit_margin)",
-        "pass",
+        "commit_margin=self._commit_margin,",
+        "commit_margin=0,",
         "EAGLE's extra block is not committed",
     ),
     Fault(
         "single_type.py",
-        "if max(start, needed.start) < min(stop, needed.stop):",
-        "if start < min(stop, needed.stop):",
+        "interval=-1 if self._checkpoint_interval is None else self._checkpoint_interval,",
+        "interval=-1,",
         "blocks that no hit can use are cached",
+    ),
+    Fault(
+        "single_type.py",
+        "lag=-1 if spec.lag is None else spec.lag,",
+        "lag=-1 if spec.lag is None else spec.lag - 1,",
+        "running requests give a block back a token early",
     ),
     Fault("manager.py", "holding.is_stale = True", "pass", "K/V of old weights is committed after a lazy reset"),
     Fault(
