@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="without the pools of 1,000,000 blocks")
     parser.add_argument("--alone", action="store_true", help="kvpager only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     options = parser.parse_args()
 
     console, log = Console(), Console(stderr=True)
@@ -36,7 +38,7 @@ def main() -> int:
     if missing:
         log.print(f"note: {missing}")
     header = {
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "kvpager": Kvpager().version,
@@ -59,7 +61,19 @@ def main() -> int:
         console.print(grown)
     if options.json:
         options.json.write_text(json.dumps(as_json(results, header), indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(results, header))
     return int(any(result.holds is False for result in results))
+
+
+def processor() -> str:
+    """What the machine calls its processor."""
+    names = Path("/proc/cpuinfo")
+    if names.exists():
+        for line in names.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def table(results: list[Result]) -> Table:
@@ -78,6 +92,33 @@ def table(results: list[Result]) -> Table:
             r.name, f"{r.num_blocks:,}" if r.num_blocks else "", f"{r.ours:.4g}", theirs, r.unit, ratio, span, wanted
         )
     return out
+
+
+def markdown(results: list[Result], header: dict[str, Any]) -> str:
+    """The same as a page."""
+    lines = [f"{key}: {value}" for key, value in header.items()]
+    rows = [["what", "blocks", "kvpager", "vLLM", "unit", "ratio (middle half)", "wanted"], ["---"] * 7]
+    rows += [_cells(result) for result in results]
+    parts = ["; ".join(lines) + ".", _lines(rows)]
+    if times := growth(results):
+        grown = [["what", "times the blocks", "time of kvpager", "time of vLLM"], ["---"] * 4]
+        grown += [[g["name"], f"{g['blocks']:.4g}", f"{g['ours']:.2f}", f"{g['theirs'] or 0:.2f}"] for g in times]
+        parts += ["Growth with the pool, as times of the plain pool's time:", _lines(grown)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _lines(rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _cells(r: Result) -> list[str]:
+    theirs = f"{r.theirs:.4g}" if r.theirs else ""
+    ratio = f"{r.ratio:.3g}x" if r.ratio else ""
+    if r.ratio_low and r.ratio_high:
+        ratio += f" ({r.ratio_low:.3g}-{r.ratio_high:.3g})"
+    wanted = f"≤ {r.at_most:g}" if r.at_most else f"{r.at_least:.3g}x" if r.at_least else ""
+    met = {True: "", False: " (missed)", None: ""}[r.holds]
+    return [r.name, f"{r.num_blocks:,}" if r.num_blocks else "", f"{r.ours:.4g}", theirs, r.unit, ratio, wanted + met]
 
 
 def growth_table(results: list[Result]) -> Table | None:
