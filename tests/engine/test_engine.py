@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_sampling_with_a_seed_does_not_depend_on_the_neighbours() -> None:
     )
     assert among[1].token_ids == alone.token_ids
     assert alone.token_ids != GREEDY
-    (other,) = engine("llama").generate([PROMPT], SamplingParams(max_tokens=10, temperature=1.0, seed=8))
+    (other,) = engine("llama").generate([PROMPT], replace(params, seed=8))
     assert other.token_ids != alone.token_ids
 
 
@@ -130,6 +131,14 @@ def test_what_is_counted() -> None:
     assert (stats.num_prefill_tokens, stats.num_decode_tokens) == (13 + 1, 2 * 9)
     assert (stats.num_generated_tokens, stats.num_cached_tokens, stats.num_steps) == (20, 12, 10)
     assert 0 < stats.peak_usage < 0.1 and stats.tokens_per_second > 0
+
+
+def test_a_return_after_preemption_does_not_count_as_cached() -> None:
+    subject = engine("llama", num_blocks=12, max_num_batched_tokens=16, max_num_running=4)
+    completions = ask(subject, [tokens(9, seed) for seed in range(4)], num_tokens=20)
+    assert any(completion.num_preemptions for completion in completions)
+    assert subject.stats.num_cached_tokens > 0
+    assert all(completion.num_cached_tokens == 0 for completion in completions), "no two prompts are alike"
 
 
 def test_times_are_by_the_engines_clock() -> None:
