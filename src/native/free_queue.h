@@ -41,18 +41,28 @@ public:
         unlink(block);
     }
 
-    void push_dead(BlockId block) { link_before(dead_, block); }
-    void push_recent(BlockId block) { link_before(recent_, block); }
+    // Several blocks one behind the other, somewhere in the queue: `close` when the last one is in.
+    class Run {
+    public:
+        Run(Block* blocks, BlockId before, BlockId after) : blocks_(blocks), last_(before), after_(after) {}
+        void push(BlockId block) {
+            blocks_[last_].next = block;
+            blocks_[block].prev = last_;
+            last_ = block;
+        }
+        void close() {
+            blocks_[last_].next = after_;
+            blocks_[after_].prev = last_;
+        }
 
-    // To the front; of several pushed with one `Front`, the first comes first.
-    struct Front {
-        BlockId after;
+    private:
+        Block* blocks_;
+        BlockId last_, after_;
     };
-    Front front() const { return {front_}; }
-    void push(Front& front, BlockId block) {
-        link_before(blocks_[front.after].next, block);
-        front.after = block;
-    }
+    // One run of each kind may be open at a time.
+    Run at_front() { return {blocks_, front_, blocks_[front_].next}; }
+    Run behind_dead() { return {blocks_, blocks_[dead_].prev, dead_}; }
+    Run behind_recent() { return {blocks_, blocks_[recent_].prev, recent_}; }
 
     // No block carries a hash any more: those by recency go before whatever is cached from now on.
     void forget_recency() {

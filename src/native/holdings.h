@@ -12,7 +12,12 @@ namespace kvpager {
 
 // What a manager remembers of one request while it holds blocks for it.
 class Holding {
+    const PyObject* key_;  // beside the bounds: one cache line says whether a request is quiet
+
 public:
+    int64_t lowest = 0;        // the fewest computed tokens from which it can go on
+    int64_t quiet_until = -1;  // the highest token count up to which nothing changes
+
     Holding(nanobind::object request, nanobind::handle tables);
 
     // Which request it is; just an address.
@@ -24,14 +29,11 @@ public:
     bool is_stale = false;                // its K/V is of weights from before a lazy reset
     std::optional<int64_t> commit_limit;  // tokens beyond it are still being loaded …
     int64_t load_end = 0;                 // … up to here
-    int64_t lowest = 0;                   // the fewest computed tokens from which it can go on
-    int64_t quiet_until = -1;             // the highest token count up to which nothing changes
 
     int traverse(visitproc visit, void* argument);
     void clear_references();
 
 private:
-    const PyObject* key_;
     nanobind::object request_;
     nanobind::object held_tables_;  // a tuple
     std::vector<BlockList*> lists_;
@@ -54,6 +56,9 @@ public:
         }
         return nullptr;
     }
+
+    void prefetch_slot(const PyObject* request) const { prefetch(&slots_[home(request)]); }
+    void prefetch_holding(const PyObject* request) const { prefetch(slots_[home(request)]); }
 
     int traverse(visitproc visit, void* argument);
     void clear_references();
@@ -125,6 +130,7 @@ private:
     struct Facts;
 
     Outcome step(PyObject* request, int64_t num_new, const StepOptions& options);
+    void prefetch_ahead(PyObject* batch, int64_t index) const;
     bool is_quiet(const Holding& holding, int64_t computed, int64_t num_new, const StepOptions& options) const;
     bool read(PyObject* request, const StepOptions& options, Facts& facts) const;
     Outcome act(Holding& holding, int64_t num_new, const StepOptions& options, const Facts& facts);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -255,38 +256,33 @@ void Pool::move(BlockList& table, int64_t source) {
 void Pool::release(BlockList& table, int64_t start, int64_t stop, Range keep) {
     if (start >= stop) return;
     check_range(table, start, stop);
-    check_ids(table, start, stop);
-    freed_.clear();
+    Freed* out = room_for_freed(stop - start);
     for (int64_t position = stop - 1; position >= start; --position) {
-        BlockId block = table.ids[position];
-        if (block != null_block) freed_.push_back({block, !keep.holds(position)});
+        out = drop(out, table.ids[position], !keep.holds(position), 0);
     }
-    give_back(freed_);
+    requeue(out);
     std::fill(table.ids.begin() + start, table.ids.begin() + stop, null_block);
 }
 
 void Pool::free_tables(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes,
                        std::span<const Range> dead, std::span<const Range> keep) {
-    for (BlockList* table : tables) check_ids(*table, 0, table->size());
-    merge_tails(tables, block_sizes, dead, keep);
-    give_back(freed_);
+    size_t most = 0;
+    for (BlockList* table : tables) most += table->ids.size();
+    Freed* out = room_for_freed(most);
+    tail_first(tables, block_sizes, [&](size_t i, int64_t position) {
+        bool gone = dead[i].holds(position) && !keep[i].holds(position);
+        out = drop(out, tables[i]->ids[position], gone, static_cast<uint16_t>(dead_first_ ? 0 : i));
+    });
+    requeue(out);
     for (BlockList* table : tables) table->ids.clear();
 }
 
-// Fills `freed_` with all blocks, tail first: across tables by end position, or with "recency"
-// table after table.
-void Pool::merge_tails(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes,
-                       std::span<const Range> dead, std::span<const Range> keep) {
-    freed_.clear();
-    auto add = [&](size_t i, int64_t position) {
-        BlockId block = tables[i]->ids[position];
-        if (block == null_block) return;
-        bool gone = dead[i].holds(position) && !keep[i].holds(position);
-        freed_.push_back({block, gone, false, dead_first_ ? uint16_t{0} : static_cast<uint16_t>(i)});
-    };
+// Visits all positions, tail first: across tables by end position, or with "recency" table after table.
+template <typename Visit>
+void Pool::tail_first(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes, Visit visit) const {
     if (!dead_first_ || tables.size() == 1) {
         for (size_t i = 0; i < tables.size(); ++i) {
-            for (int64_t position = tables[i]->size() - 1; position >= 0; --position) add(i, position);
+            for (int64_t position = tables[i]->size() - 1; position >= 0; --position) visit(i, position);
         }
         return;
     }
@@ -297,13 +293,12 @@ void Pool::merge_tails(std::span<BlockList* const> tables, std::span<const int64
         for (size_t i = 0; i < tables.size(); ++i) end = std::max(end, lengths[i] * block_sizes[i]);
         if (end == 0) return;
         for (size_t i = 0; i < tables.size(); ++i) {
-            if (lengths[i] * block_sizes[i] == end) add(i, --lengths[i]);
+            if (lengths[i] * block_sizes[i] == end) visit(i, --lengths[i]);
         }
     }
 }
 
 std::vector<BlockId> Pool::pop_tables(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes) {
-    for (BlockList* table : tables) check_ids(*table, 0, table->size());
     std::vector<BlockId> popped = heads_first(tables, block_sizes);
     for (size_t i = 0; i < popped.size(); ++i) {
         if (blocks_[popped[i]].refs <= outside_[popped[i]]) {
@@ -318,17 +313,17 @@ std::vector<BlockId> Pool::pop_tables(std::span<BlockList* const> tables, std::s
 
 std::vector<BlockId> Pool::heads_first(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes) {
     std::vector<BlockId> blocks;
-    if (dead_first_) {
-        std::vector<Range> none(tables.size());
-        merge_tails(tables, block_sizes, none, none);
-        for (size_t i = freed_.size(); i-- > 0;) blocks.push_back(freed_[i].block);
-        return blocks;
-    }
     for (BlockList* table : tables) {
-        for (BlockId block : table->ids) {
-            if (block != null_block) blocks.push_back(block);
-        }
+        check_ids(*table, 0, table->size());
+        if (dead_first_) continue;
+        std::copy_if(table->ids.begin(), table->ids.end(), std::back_inserter(blocks),
+                     [](BlockId block) { return block != null_block; });
     }
+    if (!dead_first_) return blocks;
+    tail_first(tables, block_sizes, [&](size_t i, int64_t position) {
+        if (tables[i]->ids[position] != null_block) blocks.push_back(tables[i]->ids[position]);
+    });
+    std::reverse(blocks.begin(), blocks.end());
     return blocks;
 }
 
@@ -411,12 +406,12 @@ void Pool::free_blocks(std::span<const BlockId> blocks) {
         }
         times = 0;
     }
-    freed_.clear();
+    Freed* out = room_for_freed(blocks.size());
     for (BlockId block : blocks) {
         change_counts(block, -1, -1);
-        if (blocks_[block].refs == 0) freed_.push_back({block, false, true});
+        *out++ = {block, false, blocks_[block].refs == 0, 0};
     }
-    requeue(freed_);
+    requeue(out);
 }
 
 void Pool::evict_blocks(std::span<const BlockId> blocks) {
@@ -425,8 +420,9 @@ void Pool::evict_blocks(std::span<const BlockId> blocks) {
         evict(block, index_.tag_of(block));
         if (blocks_[block].refs == 0 && dead_first_) {
             queue_.remove(block);
-            FreeQueue::Front front = queue_.front();
-            queue_.push(front, block);
+            FreeQueue::Run front = queue_.at_front();
+            front.push(block);
+            front.close();
         }
     }
 }
@@ -522,48 +518,63 @@ void Pool::change_counts(BlockId block, int refs, int outside) {
     changed.flags = static_cast<uint16_t>(of_outsiders > 0 ? changed.flags | held_outside : changed.flags & ~held_outside);
 }
 
-// Drops one reference that a request holds from each; what has none left is queued, in this order.
-void Pool::give_back(std::vector<Freed>& freed) {
-    size_t num_last = 0;
-    for (size_t i = 0; i < freed.size(); ++i) {
-        Block& block = blocks_[freed[i].block];
-        int32_t outside = block.is(held_outside) ? outside_[freed[i].block] : 0;
-        if (block.refs <= outside) refuse_release(std::span(freed).first(i), freed[i].block);
-        --block.refs;
-        num_popped_ += outside > 0 && block.refs == outside;
-        num_last += freed[i].last = block.refs == 0;
-    }
-    if (num_last < freed.size()) std::erase_if(freed, [](const Freed& one) { return !one.last; });
-    requeue(freed);
+Freed* Pool::room_for_freed(size_t most) {
+    if (freed_.size() < most) freed_.resize(most);
+    return freed_.data();
 }
 
-void Pool::refuse_release(std::span<const Freed> taken_back, BlockId block) {
-    for (const Freed& one : taken_back) {
-        Block& restored = blocks_[one.block];
-        num_popped_ -= restored.is(held_outside) && restored.refs == outside_[one.block];
+// Drops one reference that a request holds; the block goes to the end of `freed_`, which is at `out`.
+inline Freed* Pool::drop(Freed* out, BlockId id, bool dead, uint16_t batch) {
+    if (id == null_block) return out;
+    if (id >= num_blocks_) refuse_drop(out, id);
+    Block& block = blocks_[id];
+    int32_t outside = block.is(held_outside) ? outside_[id] : 0;
+    if (block.refs <= outside) refuse_drop(out, id);
+    --block.refs;
+    num_popped_ += outside > 0 && block.refs == outside;
+    *out = {id, dead, block.refs == 0, batch};
+    return out + 1;
+}
+
+// Takes back what was dropped so far.
+void Pool::refuse_drop(const Freed* end, BlockId id) {
+    for (const Freed* one = freed_.data(); one != end; ++one) {
+        Block& restored = blocks_[one->block];
+        num_popped_ -= restored.is(held_outside) && restored.refs == outside_[one->block];
         ++restored.refs;
     }
-    raise(block_state_error, "block %d is in a table, but no request holds it", block);
+    if (id >= num_blocks_) {
+        raise(unknown_block_error, "block id %d is not in the pool; ids are 0 to %d", id, num_blocks_ - 1);
+    }
+    raise(block_state_error, "block %d is in a table, but no request holds it", id);
 }
 
-void Pool::requeue(std::span<const Freed> freed) {
-    FreeQueue::Front front = queue_.front();
+// Queues what has no reference left, in this order.
+void Pool::requeue(const Freed* end) {
+    FreeQueue::Run front = queue_.at_front(), dead = queue_.behind_dead(), recent = queue_.behind_recent();
+    int64_t num_freed = 0;
     uint16_t batch = 0;
-    for (const Freed& one : freed) {
-        const Block& block = blocks_[one.block];
-        if (one.batch != batch) {
-            batch = one.batch;
-            front = queue_.front();
-        }
-        if (!block.is(in_index)) {
-            queue_.push(front, one.block);
-        } else if (one.dead && dead_first_ && !block.is(hit_once)) {
-            queue_.push_dead(one.block);
+    for (const Freed* one = freed_.data(); one != end; ++one) {
+        if (!one->last) continue;
+        uint16_t flags = blocks_[one->block].flags;
+        ++num_freed;
+        if ((flags & in_index) == 0) {
+            if (one->batch != batch) {
+                front.close();
+                front = queue_.at_front();
+                batch = one->batch;
+            }
+            front.push(one->block);
+        } else if (one->dead && dead_first_ && (flags & hit_once) == 0) {
+            dead.push(one->block);
         } else {
-            queue_.push_recent(one.block);
+            recent.push(one->block);
         }
     }
-    num_free_ += static_cast<int64_t>(freed.size());
+    front.close();
+    dead.close();
+    recent.close();
+    num_free_ += num_freed;
 }
 
 // -- events -------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ struct Range {
 struct Freed {
     BlockId block;
     bool dead;
-    bool last = false;   // no reference is left
-    uint16_t batch = 0;  // what was never cached of a batch goes to the queue's front in one piece
+    bool last;       // no reference is left
+    uint16_t batch;  // what was never cached of a batch goes to the queue's front in one piece
 };
 
 class Pool {
@@ -127,11 +127,12 @@ private:
     void evict(BlockId block, uint32_t tag);
     void refer(BlockId block, int outside);
     void change_counts(BlockId block, int refs, int outside);
-    void give_back(std::vector<Freed>& freed);
-    void requeue(std::span<const Freed> freed);
-    void refuse_release(std::span<const Freed> taken_back, BlockId block);
-    void merge_tails(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes,
-                     std::span<const Range> dead, std::span<const Range> keep);
+    template <typename Visit>
+    void tail_first(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes, Visit visit) const;
+    Freed* room_for_freed(size_t most);
+    Freed* drop(Freed* out, BlockId id, bool dead, uint16_t batch);
+    [[noreturn]] void refuse_drop(const Freed* end, BlockId id);
+    void requeue(const Freed* end);
     std::vector<BlockId> heads_first(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes);
     void note(Happened what, BlockId block) {
         if (observed_) notes_.push_back({what, block});
