@@ -27,9 +27,9 @@ class TokenRanges(NamedTuple):
                   num_local |          |     |           | num_slots (≤ max_model_len)
                           num_computed |     | num_main
 
-    ``num_processed``: the computed tokens whose step's result is known; what is dead as seen from there is
-    released before anything is taken. ``num_start``, where computing goes on: ``num_computed``, but the sequence's last token at the latest, since
-    its logits are wanted. What is dead is dead as seen from there.
+    ``num_start`` is where computing goes on: at ``num_computed``, but at the sequence's last token at the latest,
+    since its logits are wanted. What is dead is dead as seen from there. ``num_processed`` are the computed tokens
+    whose step's result is known: what is dead as seen from there is released before anything is taken.
     """
 
     num_local: int
