@@ -16,9 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .attention import ceil_div
+from .blocks import KVCacheBlocks
 from .errors import ConfigError, InvalidRequestError, UnknownBlockError
+from .pool import BlockList
 
-__all__ = ["BlockTable"]
+__all__ = ["BlockIds", "BlockTable"]
+
+BlockIds = KVCacheBlocks | Sequence[Sequence[int] | BlockList]
+"""What a manager answered, or one sequence of ids a group. Block lists are copied without an object for each id."""
 
 _MAX_BLOCK_ID = np.iinfo(np.int32).max
 
@@ -61,8 +66,8 @@ class BlockTable:
         """How many blocks the row has in that group. O(1)."""
         return int(self._counts[self._group(group), self._row(row)])
 
-    def append_row(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Add blocks to the end of a row, one sequence of ids a group.
+    def append_row(self, row: int, block_ids: BlockIds) -> None:
+        """Add blocks to the end of a row: what ``allocate_slots`` answered, or one sequence of ids a group.
 
         Raises ``InvalidRequestError`` (no such row, too many blocks) or ``UnknownBlockError`` (an id
         that cannot be one); nothing is written then. O(blocks added).
@@ -70,18 +75,19 @@ class BlockTable:
         row = self._row(row)
         new = self._checked(row, self._counts[:, row], block_ids)
         for rows, counts, ids in zip(self._rows, self._counts, new, strict=True):
-            end = counts[row] + len(ids)
-            rows[row, counts[row] : end] = ids
-            counts[row] = end
+            counts[row] = _write(rows[row], int(counts[row]), ids)
 
-    def add_row(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Replace a row by these blocks, one sequence of ids a group. As ``append_row`` otherwise."""
+    def add_row(self, row: int, block_ids: BlockIds) -> None:
+        """Replace a row by these blocks: what ``get_blocks`` answered, or one sequence of ids a group.
+
+        As ``append_row`` otherwise.
+        """
         row = self._row(row)
         new = self._checked(row, np.zeros(len(self._rows), np.int64), block_ids)
         for rows, counts, ids in zip(self._rows, self._counts, new, strict=True):
-            rows[row, : len(ids)] = ids
-            rows[row, len(ids) : counts[row]] = 0
-            counts[row] = len(ids)
+            end = _write(rows[row], 0, ids)
+            rows[row, end : counts[row]] = 0
+            counts[row] = end
 
     def move_row(self, source: int, target: int) -> None:
         """Overwrite row ``target`` with row ``source``, which is empty afterwards. O(blocks)."""
@@ -160,22 +166,37 @@ class BlockTable:
             raise InvalidRequestError(f"group {group} is not there; groups are 0 to {len(self._rows) - 1}")
         return group
 
-    def _checked(
-        self, row: int, counts: npt.NDArray[np.int64], block_ids: Sequence[Sequence[int]]
-    ) -> list[npt.NDArray[np.int64]]:
-        """The ids as arrays, when they fit behind ``counts`` blocks of the row."""
-        if len(block_ids) != len(self._rows):
-            raise InvalidRequestError(f"got block ids for {len(block_ids)} groups; this table has {len(self._rows)}")
-        arrays = [np.asarray(ids, np.int64) for ids in block_ids]
-        for group, (ids, count, rows) in enumerate(zip(arrays, counts, self._rows, strict=True)):
+    def _checked(self, row: int, counts: npt.NDArray[np.int64], block_ids: BlockIds) -> list[_Ids]:
+        """The ids, when they fit behind ``counts`` blocks of the row."""
+        groups = block_ids._lists if isinstance(block_ids, KVCacheBlocks) else block_ids
+        if len(groups) != len(self._rows):
+            raise InvalidRequestError(f"got block ids for {len(groups)} groups; this table has {len(self._rows)}")
+        checked = [ids if isinstance(ids, BlockList) else _as_array(ids) for ids in groups]
+        for group, (ids, count, rows) in enumerate(zip(checked, counts, self._rows, strict=True)):
             if count + len(ids) > rows.shape[1]:
                 raise InvalidRequestError(
                     f"row {row} of group {group} holds at most {rows.shape[1]} blocks; it has {count}, "
                     f"{len(ids)} more were given; make the table for longer requests"
                 )
-            if len(ids) and (ids.min() < 0 or ids.max() > _MAX_BLOCK_ID):
-                raise UnknownBlockError(f"block ids must be in 0 to {_MAX_BLOCK_ID}, got {ids.min()} to {ids.max()}")
-        return arrays
+        return checked
+
+
+_Ids = BlockList | npt.NDArray[np.int64]
+
+
+def _as_array(block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    ids = np.asarray(block_ids, np.int64)
+    if len(ids) and (ids.min() < 0 or ids.max() > _MAX_BLOCK_ID):
+        raise UnknownBlockError(f"block ids must be in 0 to {_MAX_BLOCK_ID}, got {ids.min()} to {ids.max()}")
+    return ids
+
+
+def _write(row: npt.NDArray[np.int32], start: int, ids: _Ids) -> int:
+    """Write the ids to columns ``start`` and on; gives the column behind them."""
+    if isinstance(ids, BlockList):
+        return ids.copy_into(row, start)
+    row[start : start + len(ids)] = ids
+    return start + len(ids)
 
 
 def _at_least(lowest: int, name: str, value: int) -> int:

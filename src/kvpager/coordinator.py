@@ -257,10 +257,7 @@ class KVCacheCoordinator:
 
     def get_blocks(self, request_id: str) -> list[BlockList]:
         """Copies of the request's tables, sinks first (empty ones for an unknown request). O(blocks)."""
-        return [
-            BlockList(group.sink_blocks + group.tables[request_id].ids()) if request_id in group.tables else BlockList()
-            for group in self.single_type_managers
-        ]
+        return [group.whole_table(request_id) for group in self.single_type_managers]
 
     def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
         """Leading blocks that all requests hold, per group (0 where kernels cannot share them)."""

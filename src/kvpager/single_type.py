@@ -292,6 +292,13 @@ class SingleTypeKVCacheManager:
         """Forget the request; its blocks are the caller's to give back. O(1)."""
         return self.tables.pop(request_id, None) or BlockList()
 
+    def whole_table(self, request_id: str) -> BlockList:
+        """A copy of the request's table, static sinks first; empty for an unknown request. O(blocks)."""
+        table = self.tables.get(request_id)
+        if table is None:
+            return BlockList()
+        return BlockList(self.sink_blocks + table.ids()) if self.sink_blocks else table.slice(0, len(table))
+
     def dead_for(self, table: BlockList, num_processed: int, num_prompt_tokens: int) -> range:
         """Positions of a table that no later token would read. O(1)."""
         dead = self.spec.dead(num_processed, num_prompt_tokens)

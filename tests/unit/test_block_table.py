@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpager import CacheConfig, FullAttention, KVCacheManager, Request, SinkAttention, SlidingWindow
 from kvpager.block_table import BlockTable
 from kvpager.errors import ConfigError, InvalidRequestError, UnknownBlockError
+from kvpager.pool import BlockList
 
 NUM_ROWS, NUM_TOKENS, SIZES = 3, 40, (4, 16)
 WIDTHS = (10, 3)
@@ -167,3 +169,35 @@ def test_extra_blocks_need_one_entry_a_group() -> None:
         BlockTable(3, 40, SIZES, num_extra_blocks=(1,))
     with pytest.raises(ConfigError, match=r"num_extra_blocks\[1\] must be an integer of at least 0"):
         BlockTable(3, 40, SIZES, num_extra_blocks=(1, -1))
+
+
+def test_rows_follow_a_manager_through_its_own_answers() -> None:
+    specs = [
+        SinkAttention(block_size=4, sink_len=4),
+        SlidingWindow(block_size=4, window=5),
+        FullAttention(block_size=2),
+    ]
+    manager = KVCacheManager(CacheConfig.uniform(60, specs), max_model_len=40)
+    table = BlockTable(2, 40, (4, 4, 2), num_extra_blocks=(1, 0, 0))
+    request = Request("a", [1] * 9)
+    assert manager.allocate_slots(request, 9) is not None
+    table.add_row(1, manager.get_blocks("a"))
+    for computed in range(9, 30):
+        request.num_computed_tokens = computed
+        request.append_output_token_ids(1)
+        appended = manager.allocate_slots(request, 1)
+        assert appended is not None
+        table.append_row(1, appended)
+        ids = manager.get_block_ids("a")
+        assert contents(table, 1)[0] == ids[0]
+        # What the manager has given back since stays in the row: nobody reads it.
+        assert [len(group) for group in contents(table, 1)] == [len(group) for group in ids]
+    table.add_row(0, manager.get_blocks("a"))
+    assert contents(table, 0) == list(manager.get_block_ids("a"))
+
+
+def test_block_lists_that_do_not_fit_write_nothing(table: BlockTable) -> None:
+    table.add_row(0, [BlockList([1, 2]), BlockList([3])])
+    with pytest.raises(InvalidRequestError, match="holds at most 3 blocks"):
+        table.append_row(0, [BlockList([4]), BlockList([5, 6, 7])])
+    assert contents(table, 0) == [[1, 2], [3]]
