@@ -1,9 +1,9 @@
-"""vLLM's scheduler alone, without a model, on its own manager and on kvpager's: ``python -m benchmarks.vllm_scheduler``.
+"""vLLM's scheduler alone, without a model, on either manager: ``python -m benchmarks.vllm_scheduler``.
 
 Runs in an environment with vLLM 0.25.1. Two schedulers, equal but for the manager, go through the same load step by
 step, in turns; a figure is the median over steps, a ratio the median of paired ratios. Time in the manager is that
-between its methods' entry and exit, less what a clock around an empty method shows. The whole step is timed on a second
-pair whose managers have no clocks around them.
+around calls of its methods, less what the same clock shows around a call of nothing made right after each. The whole
+step is timed on a second pair whose managers have no clocks around them.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def main() -> int:
     """Print a line a load; write JSON if asked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_scheduler", description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="steps a load (default 300)")
+    parser.add_argument("--turn", type=int, default=10, help="steps in a row (default 10; 1: cold caches)")
     parser.add_argument("--only", default="", metavar="TEXT", help="loads whose name contains TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options = parser.parse_args()
@@ -98,7 +99,7 @@ def main() -> int:
     print(f"{'us a step':44}{'manager: vLLM':>14}{'kvpager':>9}{'ratio':>7}{'schedule():':>13}{'':>9}{'ratio':>7}")
     for load in LOADS:
         if options.only in load.name:
-            results.append(measure(load, options.steps))
+            results.append(measure(load, options.steps, options.turn))
             print(line(results[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
@@ -113,7 +114,7 @@ def line(result: Result) -> str:
     )
 
 
-def measure(load: Load, num_steps: int) -> Result:
+def measure(load: Load, num_steps: int, steps_a_turn: int) -> Result:
     """The load on four schedulers in turns: either manager, with clocks around it and without."""
     timed = [Driver(load, manager, timed=True) for manager in managers()]
     plain = [Driver(load, manager, timed=False) for manager in managers()]
@@ -122,10 +123,11 @@ def measure(load: Load, num_steps: int) -> Result:
     gc.collect()
     gc.disable()
     try:
-        for step in range(num_steps):
+        for turn in range(num_steps // steps_a_turn):
             for pair in (timed, plain):
-                for driver in pair if step % 2 else reversed(pair):
-                    driver.step()
+                for driver in pair if turn % 2 else reversed(pair):
+                    for _ in range(steps_a_turn):
+                        driver.step()
     finally:
         gc.enable()
     assert timed[0].schedule_of_tokens == timed[1].schedule_of_tokens, "the managers decided differently"
@@ -183,7 +185,7 @@ class Driver:
         """Schedule, pretend to compute, take the answers in."""
         self._arrive()
         if self.clock is not None:
-            self.clock.spent = 0.0
+            self.clock.spent = 0
         began = time.perf_counter_ns()
         output = self.scheduler.schedule()
         scheduled = time.perf_counter_ns()
@@ -197,40 +199,37 @@ class Driver:
         self.in_step.append(scheduled - began + ended - resumed)
         self.schedule_of_tokens.append(output.total_num_scheduled_tokens)
         if self.clock is not None:
-            self.in_manager.append(max(1.0, self.clock.spent))
+            self.in_manager.append(max(1, self.clock.spent))
 
 
 class Clock:
     """A manager with a clock around each of its methods."""
 
     def __init__(self, manager: Any) -> None:
-        self.spent = 0.0
+        self.spent = 0
         self._manager = manager
-        self._empty = min(self._cost_of_nothing() for _ in range(20))
         for name in TIMED:
-            setattr(self, name, self._timed(getattr(manager, name), self._empty))
+            setattr(self, name, self._timed(getattr(manager, name)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
-    def _timed(self, method: Callable[..., Any], empty: float) -> Callable[..., Any]:
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         clock = time.perf_counter_ns
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = clock()
             result = method(*args, **kwargs)
-            self.spent += clock() - began - empty
+            between = clock()
+            _nothing(*args, **kwargs)
+            self.spent += between - began - (clock() - between)
             return result
 
         return timed
 
-    def _cost_of_nothing(self) -> float:
-        """Nanoseconds that the clock shows for a call that does nothing."""
-        nothing = self._timed(lambda *args, **kwargs: None, 0.0)
-        self.spent = 0.0
-        for _ in range(1000):
-            nothing(self, 1, num_lookahead_tokens=0)
-        return self.spent / 1000
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a call costs that does nothing: the clock's share of every measurement."""
 
 
 def managers() -> list[Any]:
@@ -300,7 +299,7 @@ def model_folder() -> str:
 
 
 def arriving(load: Load) -> Iterator[Any]:
-    """Requests whose prompts begin with one of four shared beginnings."""
+    """Requests whose prompts begin with one of four shared beginnings; their blocks fill up in different steps."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256_cbor
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -313,7 +312,7 @@ def arriving(load: Load) -> Iterator[Any]:
     shared = [[source.randrange(VOCABULARY) for _ in range(load.shared)] for _ in range(4)]
     number = 0
     while True:
-        own = [source.randrange(VOCABULARY) for _ in range(load.prompt - load.shared)]
+        own = [source.randrange(VOCABULARY) for _ in range(load.prompt - load.shared + number % BLOCK)]
         params = SamplingParams(max_tokens=load.answer, ignore_eos=True)
         yield Request(
             request_id=str(number),

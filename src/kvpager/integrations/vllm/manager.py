@@ -14,11 +14,11 @@ from ... import check as kvpager_check
 from ... import manager as kvpager_manager
 from ...blocks import KVCacheBlocks
 from ...config import CacheConfig
-from ...errors import ConfigError, UnknownRequestError
+from ...errors import ConfigError
 from ...events import KVCacheEvent
 from ...pool import EvictionOrder
 from ...request import EventSource, RequestLike
-from ...stats import ResidencySampler
+from ...stats import PrefixCacheStats, ResidencySampler
 from .views import ConnectorBlockPool, Coordinator
 
 __all__ = ["SchedulerManager", "refuse_pool_walkers"]
@@ -27,12 +27,29 @@ logger = logging.getLogger("vllm.kvpager")
 
 
 class _Manager(kvpager_manager.KVCacheManager):
-    """Judges by the tokens that a request has, not by those that it may ask for at most.
+    """As vLLM's scheduler needs it: ``waiting_for_load`` is the status of its requests whose load is under way."""
 
-    vLLM has no way to refuse a request; one that says ``max_tokens=10**6`` would block its queue for ever, though
-    it may well end after ten.
-    """
+    waiting_for_load: Any
 
+    def lacks_something(self, request: Any) -> bool:
+        """Whether blocks are gone that the request would go on from at its computed tokens. O(groups)."""
+        holding = self._holdings.get(request.request_id)
+        return holding is not None and holding.lowest > request.num_computed_tokens
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """A load has arrived, or as much of it as ``num_computed_tokens`` says; or sampled tokens have."""
+        holding = self._holdings.get(request.request_id)
+        if holding is None or num_computed_tokens <= holding.quiet_until:
+            return  # freed meanwhile, or there is nothing to do
+        if request.status is self.waiting_for_load and self.lacks_something(request):
+            # The load failed, and what the rest would read is gone: it starts over. vLLM looks for hits next.
+            self.free(request)
+            request.num_computed_tokens = 0
+        else:
+            super().cache_blocks(request, num_computed_tokens)
+
+    # vLLM has no way to refuse a request: one that says max_tokens=10**6 would block its queue for ever, though it
+    # may well end after ten. So what counts is what a request has by now.
     def _fits_alone(self, request: RequestLike, num_lookahead: int, num_encoder: int) -> bool:
         return self._length_fits(request.num_tokens, request.num_prompt_tokens, num_lookahead, num_encoder)
 
@@ -81,6 +98,7 @@ class SchedulerManager:
             residency=residency,
             event_source=event_source,
         )
+        self.manager.waiting_for_load = self.waiting_for_load
         self.manager.block_pool.reserve(num_sink_blocks)
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
@@ -89,9 +107,9 @@ class SchedulerManager:
         self.num_kv_cache_groups = self.manager.num_kv_cache_groups
         self.watermark_blocks = self.manager.watermark_blocks
         self.empty_kv_cache_blocks = self.manager.empty_kv_cache_blocks
-        self.prefix_cache_stats = self.new_stats() if log_stats else None
         self.block_pool = ConnectorBlockPool(self.manager)
         self.coordinator = Coordinator(self.manager, group_classes)
+        self._logs_events = enable_kv_cache_events
         self._all_fit = self.manager.fits(max_model_len, max_model_len)
         self._may_have_failed_loads = False
         self._must_restart: set[str] = set()
@@ -109,6 +127,7 @@ class SchedulerManager:
         """kvpager's own methods where both mean the same: no call in between."""
         manager = self.manager
         self.allocate_slots: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
+        self.cache_blocks = manager.cache_blocks
         self.free = manager.free
         self.pop_blocks_for_free = manager.pop_blocks_for_free
         self.remove_skipped_blocks = manager.remove_skipped_blocks
@@ -119,6 +138,9 @@ class SchedulerManager:
         self.create_kv_cache_blocks = manager.create_kv_cache_blocks
 
     # -- what a version of vLLM brings ---------------------------------------------------------
+
+    waiting_for_load: Any = None
+    """The status of a request whose load is under way."""
 
     @abstractmethod
     def new_stats(self) -> Any:
@@ -156,27 +178,6 @@ class SchedulerManager:
             self._forget_failed_loads()
         self.manager.new_step_starts()
 
-    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """A load has arrived, or as much of it as ``num_computed_tokens`` says; or sampled tokens have."""
-        if request.status.name == "WAITING_FOR_REMOTE_KVS" and self._lowest(request) > request.num_computed_tokens:
-            # The load failed, and what the rest would read is gone: it starts over. vLLM looks for hits next.
-            self.manager.free(request)
-            request.num_computed_tokens = 0
-            return
-        try:
-            self.manager.cache_blocks(request, num_computed_tokens)
-        except UnknownRequestError:
-            return  # freed meanwhile
-
-    def _lowest(self, request: Any) -> int:
-        if request.request_id not in self._tables():
-            return 0
-        return self.manager.coordinator.lowest_computed(request.request_id, request.num_prompt_tokens)
-
-    def _tables(self) -> Any:
-        groups = self.manager.coordinator.single_type_managers
-        return groups[0].tables if groups else {}
-
     # -- loads that failed ---------------------------------------------------------------------
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
@@ -201,7 +202,7 @@ class SchedulerManager:
             if not getattr(live[request_id], "num_output_placeholders", 0):
                 live[request_id].num_computed_tokens = min(live[request_id].num_computed_tokens, token)
         self._must_restart = {
-            request_id for request_id, request in live.items() if self._lowest(request) > request.num_computed_tokens
+            request_id for request_id, request in live.items() if self.manager.lacks_something(request)
         }
         restarting = self._allocate_unless_restarting if self._must_restart else self.manager.allocate_slots
         self.allocate_slots = restarting
@@ -222,7 +223,7 @@ class SchedulerManager:
 
     def _allocate_unless_restarting(self, request: Any, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         """Refuse those that lack what they would go on from: vLLM preempts them, and they start over."""
-        if request.request_id in self._must_restart and request.request_id in self._tables():
+        if request.request_id in self._must_restart and self.manager.lacks_something(request):
             return None
         return self.manager.allocate_slots(request, *args, **kwargs)
 
@@ -237,18 +238,26 @@ class SchedulerManager:
         """Empty the index if nothing is held."""
         return self.manager.reset_prefix_cache()
 
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """What is counted and not told yet."""
+        return self.manager.prefix_cache_stats
+
     def make_prefix_cache_stats(self) -> Any:
         """vLLM's own statistics class; an admission counts once."""
-        stats = self.manager.make_prefix_cache_stats()
-        if stats is None or self.prefix_cache_stats is None:
+        stats = self.manager.prefix_cache_stats
+        if stats is None:
             return None
-        mine, self.prefix_cache_stats = self.prefix_cache_stats, self.new_stats()
-        for name, value in vars(stats).items():
-            setattr(mine, name, type(value)(getattr(mine, name) + value))
-        return mine
+        told = self.new_stats()
+        if stats.requests or stats.preempted_requests or stats.reset:
+            for name, value in vars(self.manager.make_prefix_cache_stats()).items():
+                setattr(told, name, value)
+        return told
 
     def take_events(self) -> list[Any]:
         """vLLM's own event classes, for its publisher."""
+        if not self._logs_events:
+            return []
         return [self.as_host_event(event) for event in self.manager.take_events()]
 
     def check(self) -> None:

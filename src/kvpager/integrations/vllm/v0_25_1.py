@@ -18,7 +18,7 @@ from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import core as vllm_core
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.metrics.stats import PrefixCacheStats
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from ...attention import (
     AttentionSpec,
@@ -60,6 +60,8 @@ def install() -> None:
 
 class KVCacheManager(SchedulerManager):
     """kvpager's manager with the constructor, the event classes and the statistics of vLLM 0.25.1."""
+
+    waiting_for_load = RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def __init__(
         self,
