@@ -184,7 +184,7 @@ class SingleTypeKVCacheManager:
             start = evictable + (tokens.num_computed > tokens.num_local)  # the hit's state, or a loaded one
             ahead = goal - ceil_div(tokens.num_computed, self.block_size)
             return min(most, start + ahead) + speculative
-        held = sum(block_id != NULL_BLOCK for block_id in table.ids(self._still_held(table, tokens)))
+        held = self._pool.count_exclusive(table, self._still_held(table, tokens), len(table))
         ahead = goal - (len(table) - speculative)
         return max(0, min(ahead, most + speculative - held))
 
