@@ -1,6 +1,6 @@
 """Runs the 40-line scheduler on ten chats that share a system prompt, in a cache of 40 blocks.
 
-    python examples/run_scheduler.py
+python examples/run_scheduler.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A scheduler in 40 lines: first come first served, chunked prefill, preemption of the last.
 
-    python examples/scheduler.py
+python examples/scheduler.py
 """
 
 from __future__ import annotations
