@@ -20,7 +20,6 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_manager import KVCacheManager as VLLM
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -43,7 +42,6 @@ from kvpager.integrations.vllm import v0_25_1
 BLOCK = 16
 MAX_MODEL_LEN = 512
 KVPAGER = v0_25_1.KVCacheManager
-MANAGERS = {"kvpager": KVPAGER, "vLLM": VLLM}
 
 init_none_hash(sha256_cbor)
 hasher = get_request_block_hasher(BLOCK, sha256_cbor)

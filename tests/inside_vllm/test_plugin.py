@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, make_block_hash_with_group_id
 from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
-from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SinkFullAttentionSpec
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from kvpager.errors import ConfigError
@@ -329,6 +329,20 @@ def test_somebodys_own_kind_of_layer_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(v0_25_1, "_KNOWN_MANAGERS", frozenset())
     with pytest.raises(ConfigError, match=r"FullAttentionSpec.*unset KVPAGER_VLLM"):
         manager()
+
+
+def test_what_kvpager_does_not_do_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, attention_chunk_size=40
+    )
+    with pytest.raises(ConfigError, match="40"):
+        manager(specs=[chunked])
+    with pytest.raises(ConfigError, match="aligns hits to 32"):
+        manager(specs=[full(), window(64)], scheduler_block_size=32)
+    monkeypatch.setenv("VLLM_PREFIX_CACHE_RETENTION_INTERVAL", "64")
+    with pytest.raises(ConfigError, match="VLLM_PREFIX_CACHE_RETENTION_INTERVAL"):
+        manager(specs=[full()])
+    assert manager(specs=[full(), window(64)]).manager.kv_cache_config.retention_interval == 64
 
 
 def test_an_unknown_eviction_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

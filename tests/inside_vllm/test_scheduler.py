@@ -11,13 +11,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM 0.25.1; `make test-vllm` runs these tests where it is")
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager as VLLM
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
 from kvpager.errors import ConfigError
 from kvpager.integrations.vllm import v0_25_1
 
-from .hosts import BLOCK, KVPAGER, VLLM, answers, full, mamba, request, scheduler, scripted, window
+from .hosts import BLOCK, KVPAGER, answers, full, mamba, request, scheduler, scripted, window
 
 v0_25_1.install()
 SPECS = {
@@ -324,8 +326,36 @@ def test_window_blocks_that_rejected_drafts_would_need_stay() -> None:
         check(host)
 
 
+def offloading(*, lazy: bool) -> dict[str, Any]:
+    options = {"cpu_bytes_to_use": 1 << 20, "lazy_offload": lazy}
+    return {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+
+
 def test_a_connector_that_walks_the_old_queue_is_refused_at_start() -> None:
-    options = {"cpu_bytes_to_use": 1 << 20, "lazy_offload": True}
-    transfer = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
     with pytest.raises(ConfigError, match=r"lazy_offload.*unset KVPAGER_VLLM"):
-        scheduler(transfer=transfer)
+        scheduler(transfer=offloading(lazy=True))
+    several = {"connectors": [offloading(lazy=True)]}
+    with pytest.raises(ConfigError, match="lazy_offload"):
+        scheduler(
+            transfer={"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": several}
+        )
+
+
+@pytest.mark.parametrize("specs", ["full", "full and windows"])
+def test_a_connector_that_pins_blocks_and_reads_their_hashes_works(specs: str) -> None:
+    host = scheduler(specs=SPECS[specs], max_num_batched_tokens=256, transfer=offloading(lazy=False))
+    host.add_request(request("a", range(100), max_tokens=4))
+    while host.requests:  # stores whatever is computed, and its worker is done at once
+        output = host.schedule()
+        stored = output.kv_connector_metadata.store_event
+        told = {"kv_connector_worker_meta": SimpleCPUOffloadWorkerMetadata({stored: 1})} if stored >= 0 else {}
+        host.update_from_output(output, answers(output, {"a": [1]}, **told))
+        check(host)
+    assert host.kv_cache_manager.block_pool.get_num_free_blocks() == 63
+    assert host.reset_prefix_cache() and hit_of(host, range(100)) == 0
+    host.add_request(request("b", range(100), max_tokens=1))
+    assert not step(host).num_scheduled_tokens  # the load is under way
+    step(host, finished_recving={"b"})
+    assert step(host, {"b": [1]}).num_scheduled_tokens == {"b": 4}
+    assert not host.requests and host.kv_cache_manager.block_pool.get_num_free_blocks() == 63
+    assert hit_of(host, range(100)) == 96

@@ -16,7 +16,7 @@ from ...blocks import KVCacheBlocks
 from ...config import CacheConfig
 from ...errors import ConfigError
 from ...events import KVCacheEvent
-from ...pool import EvictionOrder
+from ...pool import NULL_BLOCK, EvictionOrder
 from ...request import EventSource, RequestLike
 from ...stats import PrefixCacheStats, ResidencySampler
 from .views import ConnectorBlockPool, Coordinator
@@ -59,13 +59,11 @@ class _Manager(kvpager_manager.KVCacheManager):
 
 
 class SchedulerManager:
-    """What vLLM's scheduler builds in place of its own manager; ``num_built`` counts how many it has.
+    """What vLLM's scheduler builds in place of its own manager.
 
     ``num_sink_blocks`` are set aside: vLLM's kernels find static sinks at the pool's first blocks, not in tables.
     ``group_classes`` are the classes of vLLM that each group passes for.
     """
-
-    num_built = 0
 
     def __init__(
         self,
@@ -84,7 +82,6 @@ class SchedulerManager:
         num_sink_blocks: int,
         group_classes: Sequence[type],
     ) -> None:
-        SchedulerManager.num_built += 1
         self.manager = _Manager(
             config,
             max_model_len=max_model_len,
@@ -115,6 +112,12 @@ class SchedulerManager:
         self._must_restart: set[str] = set()
         self._told: set[str] = set()
         self._take_methods_over()
+        logger.info(
+            "kvpager manages %d blocks in %d groups, eviction order %s",
+            config.num_blocks,
+            len(config.groups),
+            eviction_order,
+        )
         if config.groups and not self._all_fit:
             logger.warning(
                 "kvpager: %d blocks cannot hold a sequence of max_model_len %d tokens; one longer than fits will wait "
@@ -182,7 +185,7 @@ class SchedulerManager:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """A load into these blocks failed: they and all that any holder computed from them leave the index."""
-        self.manager.invalidate_blocks(block_ids)
+        self.manager.invalidate_blocks(block_id for block_id in block_ids if block_id != NULL_BLOCK)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """A request's block table. vLLM's scheduler asks for it only when loads have failed."""
@@ -219,7 +222,7 @@ class SchedulerManager:
         if table.num_committed * group.block_size <= request.num_computed_tokens + 1:
             return []
         block_id = table[request.num_computed_tokens // group.block_size]
-        return [block_id] if block_id else []
+        return [block_id] if block_id != NULL_BLOCK else []
 
     def _allocate_unless_restarting(self, request: Any, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         """Refuse those that lack what they would go on from: vLLM preempts them, and they start over."""
