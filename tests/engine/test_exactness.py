@@ -98,7 +98,7 @@ def test_blocks_may_be_of_any_size(name: str, block_size: int) -> None:
     assert_same_as_generate(name, ask(subject, PROMPTS))
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "nemotron_h"])
+@pytest.mark.parametrize("name", ALL)
 def test_a_planned_cache_serves_the_model(name: str) -> None:
     """``kvpager plan`` names the same layers, and may give each group another block size."""
     config_json = {**model(name).config.to_dict(), "architectures": [type(model(name)).__name__]}

@@ -29,7 +29,7 @@ def generate_command(
     prompts: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPTS.jsonl|-]",
+            metavar="PROMPTS.jsonl|-",
             help='JSON lines with "prompt" or "messages", - for stdin; none: a dozen support chats.',
         ),
     ] = None,
