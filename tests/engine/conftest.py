@@ -16,12 +16,9 @@ if MISSING:
         def collect(self) -> list[pytest.Item]:
             pytest.skip(f"{', '.join(MISSING)} not installed: pip install kvpager[engine]", allow_module_level=True)
 
-    def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-        if file_path.parent == HERE and file_path.name.startswith("test_"):
-            return _Skipped.from_parent(parent, path=file_path)
-        return None
+    def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector:
+        return _Skipped.from_parent(parent, path=module_path)
 
-    collect_ignore_glob = ["test_*.py"]
 else:
     import torch
     import transformers
