@@ -28,25 +28,27 @@ public:
 
     void prefetch_slot(uint32_t tag) const { prefetch(&slots_[home(tag)]); }
 
-    // A block that probably carries the hash: fetch its digest early.
-    void prefetch_candidate(uint32_t tag) const {
-        for (size_t slot = home(tag); slots_[slot].block != null_block; slot = after(slot)) {
-            if (slots_[slot].tag == tag) return prefetch(digest(slots_[slot].block));
-        }
+    // The slot where a look-up ends, most likely; fetches the digest that it will compare.
+    uint32_t prefetch_candidate(uint32_t tag) const {
+        size_t slot = home(tag);
+        while (slots_[slot].block != null_block && slots_[slot].tag != tag) slot = after(slot);
+        prefetch(digest(slots_[slot].block));
+        return static_cast<uint32_t>(slot);
     }
     void prefetch_digest(BlockId block) const { prefetch(digest(block)); }
 
     // The oldest block that carries the hash, or the null block.
-    BlockId find(uint32_t tag, Digest digest, Group group) const {
-        for (size_t slot = home(tag); slots_[slot].block != null_block; slot = after(slot)) {
+    BlockId find(uint32_t tag, Digest digest, Group group) const { return find_from(home(tag), tag, digest, group); }
+    BlockId find_from(size_t slot, uint32_t tag, Digest digest, Group group) const {
+        for (; slots_[slot].block != null_block; slot = after(slot)) {
             if (slots_[slot].tag == tag && carries(slots_[slot].block, digest, group)) return slots_[slot].block;
         }
         return null_block;
     }
 
+    // Whether a block is in the index under that hash.
     bool carries(BlockId block, Digest hash, Group group) const {
-        return blocks_[block].is(in_index) && blocks_[block].group == group &&
-               std::memcmp(digest(block), hash, digest_bytes) == 0;
+        return blocks_[block].is(in_index) && blocks_[block].group == group && is_same(digest(block), hash);
     }
 
     // Enters a block that is not in the index. True: nobody carried the hash before.
@@ -86,6 +88,15 @@ private:
     struct Copies {
         BlockId next, prev;
     };
+
+    static bool is_same(Digest a, Digest b) {
+        uint64_t left[4], right[4];
+        std::memcpy(left, a, sizeof left);
+        std::memcpy(right, b, sizeof right);
+        uint64_t differs = 0;
+        for (int i = 0; i < 4; ++i) differs |= left[i] ^ right[i];
+        return differs == 0;
+    }
 
     // Slots are in order of their tags as far as they can, so that tags alone say what may move where.
     size_t home(uint32_t tag) const { return static_cast<size_t>(uint64_t{tag} * slots_.size() >> 32); }

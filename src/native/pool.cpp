@@ -17,7 +17,7 @@ namespace {
 using Long = long long;  // what PyErr_Format's %lld takes
 
 // How far look-ups run ahead of themselves, so that memory is fetched while others are compared.
-constexpr size_t window = 16;
+constexpr size_t window = 32;
 
 BlockId checked_size(int64_t num_blocks) {
     constexpr int64_t most = std::numeric_limits<BlockId>::max() - static_cast<int64_t>(FreeQueue::num_sentinels);
@@ -105,29 +105,55 @@ void Pool::check_supply(int64_t num_blocks) const {
 
 // -- look-ups -----------------------------------------------------------------------------------
 
+// What look-ups of some positions in some groups need to know of each, fetched ahead.
+class Pool::Probes {
+public:
+    Probes(const HashIndex& index, std::span<const Group> groups)
+        : index_(index), groups_(groups), tags_(window * groups.size()), slots_(tags_.size()) {}
+
+    // Positions first, first + step, … : `count` of them.
+    void fetch(const Hashes& hashes, int64_t first, int64_t step, int64_t count) {
+        size_t at = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            Digest digest = hashes[first + i * step];
+            for (Group group : groups_) index_.prefetch_slot(tags_[at++] = index_.tag(digest, group));
+        }
+        for (size_t i = 0; i < at; ++i) slots_[i] = index_.prefetch_candidate(tags_[i]);
+    }
+
+    // The oldest block of position number `i` in group number `j`, or the null block.
+    BlockId find(int64_t i, size_t j, Digest digest) const {
+        size_t at = static_cast<size_t>(i) * groups_.size() + j;
+        return index_.find_from(slots_[at], tags_[at], digest, groups_[j]);
+    }
+
+private:
+    const HashIndex& index_;
+    std::span<const Group> groups_;
+    std::vector<uint32_t> tags_, slots_;
+};
+
 std::vector<BlockList> Pool::prefix(std::span<const Group> groups, const Hashes& hashes, int64_t stop) const {
     hashes.require(0, stop);
     std::vector<BlockList> found(groups.size());
-    std::vector<uint32_t> tags(window * groups.size());
     if (groups.empty()) return found;
-    for (int64_t start = 0; start < stop; start += window) {
-        int64_t end = std::min<int64_t>(start + window, stop);
-        size_t at = 0;
-        for (int64_t position = start; position < end; ++position) {
-            hashes.prefetch_hash(position + window);
-            for (Group group : groups) index_.prefetch_slot(tags[at++] = index_.tag(hashes[position], group));
-        }
-        for (size_t i = 0; i < at; ++i) index_.prefetch_candidate(tags[i]);
-        std::array<BlockId, 1> one;
-        std::vector<BlockId> many(groups.size() > 1 ? groups.size() : 0);
-        std::span<BlockId> row = groups.size() == 1 ? std::span<BlockId>(one) : std::span<BlockId>(many);
-        at = 0;
-        for (int64_t position = start; position < end; ++position) {
-            for (size_t i = 0; i < groups.size(); ++i) {
-                row[i] = index_.find(tags[at++], hashes[position], groups[i]);
-                if (row[i] == null_block) return found;
+    Probes probes(index_, groups);
+    // Most prompts that miss do so at once: little is fetched for those.
+    for (int64_t start = 0, count; start < stop; start += count) {
+        count = std::min<int64_t>(start == 0 ? 4 : window, stop - start);
+        for (int64_t i = 0; i < count; ++i) hashes.prefetch_hash(start + count + i);
+        probes.fetch(hashes, start, 1, count);
+        for (BlockList& list : found) list.ids.resize(start + count);
+        for (int64_t i = 0; i < count; ++i) {
+            Digest digest = hashes[start + i];
+            for (size_t j = 0; j < groups.size(); ++j) {
+                BlockId block = probes.find(i, j, digest);
+                if (block == null_block) {
+                    for (BlockList& list : found) list.ids.resize(start + i);
+                    return found;
+                }
+                found[j].ids[start + i] = block;
             }
-            for (size_t i = 0; i < groups.size(); ++i) found[i].ids.push_back(row[i]);
         }
     }
     return found;
@@ -136,18 +162,14 @@ std::vector<BlockList> Pool::prefix(std::span<const Group> groups, const Hashes&
 int64_t Pool::run_start(std::span<const Group> groups, const Hashes& hashes, int64_t start, int64_t stop) const {
     if (start >= stop) return start;
     hashes.require(start, stop);
-    std::vector<uint32_t> tags(window * groups.size());
+    Probes probes(index_, groups);
     for (int64_t end = stop; end > start; end -= window) {
-        int64_t begin = std::max<int64_t>(end - window, start);
-        size_t at = 0;
-        for (int64_t position = end - 1; position >= begin; --position) {
-            for (Group group : groups) index_.prefetch_slot(tags[at++] = index_.tag(hashes[position], group));
-        }
-        for (size_t i = 0; i < at; ++i) index_.prefetch_candidate(tags[i]);
-        at = 0;
-        for (int64_t position = end - 1; position >= begin; --position) {
-            for (Group group : groups) {
-                if (index_.find(tags[at++], hashes[position], group) == null_block) return position + 1;
+        int64_t count = std::min<int64_t>(window, end - start);
+        probes.fetch(hashes, end - 1, -1, count);
+        for (int64_t i = 0; i < count; ++i) {
+            Digest digest = hashes[end - 1 - i];
+            for (size_t j = 0; j < groups.size(); ++j) {
+                if (probes.find(i, j, digest) == null_block) return end - i;
             }
         }
     }

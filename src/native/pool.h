@@ -120,6 +120,8 @@ private:
         nanobind::object object;
     };
 
+    class Probes;
+
     void check_range(const BlockList& list, int64_t start, int64_t stop) const;
     void check_ids(const BlockList& list, int64_t start, int64_t stop) const;
     void check_supply(int64_t num_blocks) const;
