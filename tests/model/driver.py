@@ -38,6 +38,7 @@ OPERATIONS: dict[str, int] = {
     "decode with lookahead": 4,
     "speculative decode": 6,
     "in-flight decode": 4,
+    "decode batch in one call": 4,
     "new step": 4,
     "preempt": 4,
     "abort": 3,
@@ -89,6 +90,8 @@ class Live:
     num_encoder_tokens: int = 0
     items: list[Item] = field(default_factory=list)  # scheduled, results not processed yet
     load: range | None = None  # a transfer under way
+    uncovered: bool = False  # runs on tokens of a load that cache_blocks has not covered
+    rewritten: int | None = None  # the last token of a prompt that was loaded whole: computed again, the same
     tainted: bool = False  # recomputes after a failed load what sharers hold too
 
     @property
@@ -112,7 +115,7 @@ class Driver:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.real = KVCacheManager(self.config, enable_kv_cache_events=True, log_stats=True, **shared)
-        self.same("warns that it cannot hit", bool(caught), self.model.keeps_statistics and not self.model.caching)
+        self.same("warns that it cannot hit", bool(caught), self.model.caching_is_on and not self.model.caching)
         self.hasher = BlockHasher.for_config(self.config)
         self.tensors = Tensors(self.model.groups, self.prefixes)
         self.has_states = any(g.kind == "mamba" for g in self.model.groups)
@@ -169,6 +172,7 @@ class Driver:
             "decode with lookahead": lambda: self.decode(lookahead=self.rng.randint(1, 4)),
             "speculative decode": lambda: self.decode(speculate=True),
             "in-flight decode": self.decode_in_flight,
+            "decode batch in one call": self.decode_batch,
             "new step": self.new_step,
             "preempt": self.preempt,
             "abort": self.abort,
@@ -305,7 +309,7 @@ class Driver:
         self.num_hits += num_hit > 0
         self.num_hit_tokens += num_hit
         self.num_junctions += junction > 0
-        if self.model.keeps_statistics and not request.skip_reading_prefix_cache:
+        if self.model.caching_is_on and not request.skip_reading_prefix_cache:
             at = 3 if request.num_preemptions else 0
             for offset, amount in enumerate((1, request.num_tokens, num_hit)):
                 self.stats[at + offset] += amount
@@ -343,6 +347,8 @@ class Driver:
                 continue
             for p in range(item.start, item.start + item.count):
                 block = table[p // group.size]
+                if p == live.rewritten:
+                    continue
                 if self.real.block_pool.ref_count(block) != 1:
                     raise Mismatch(f"{live.name} writes token {p} into block {block}, which others hold too")
 
@@ -358,10 +364,13 @@ class Driver:
         if external and not loaded:
             return False
         new = self.rng.randint(1, min(self.layout.batch, request.num_tokens - hit[1] - loaded))
+        new = self.limited(request, hit[1] + loaded, new, hit[2])
+        delay = loaded > 0 and self.rng.random() < 0.3
         grown = self.allocate(
             live,
             new,
             hit,
+            delay=delay,
             lookahead=lookahead,
             external=loaded,
             encoder=live.num_encoder_tokens,
@@ -372,9 +381,16 @@ class Driver:
         if grown is None:
             return self.give_way()
         self.start(live, hit[1])
+        live.uncovered = delay
         request.num_computed_tokens = hit[1] + loaded
         self.scheduled(live, new, load=range(hit[1], hit[1] + loaded))
         return True
+
+    def limited(self, request: Request, computed: int, new: int, junction: int) -> int:
+        """Most prefill steps end where a state is worth keeping, as a scheduler should do it."""
+        limit = self.real.limit_prefill_step(request, computed, new, junction)
+        self.same("end of a prefill step", limit, self.model.prefill_step(request, computed, new, junction))
+        return limit if self.rng.random() < 0.7 else new
 
     def start(self, live: Live, num_hit: int) -> None:
         self.waiting.remove(live)
@@ -398,7 +414,8 @@ class Driver:
             return False
         live = self.rng.choice(ready)
         new = self.rng.randint(1, min(self.layout.batch, self.num_unscheduled(live)))
-        if self.allocate(live, new) is None:
+        new = self.limited(live.request, live.request.num_computed_tokens, new, self.model.books[live.name].junction)
+        if self.allocate(live, new, full_sequence=self.rng.random() < 0.3) is None:
             return self.give_way()
         self.scheduled(live, new)
         return True
@@ -416,7 +433,14 @@ class Driver:
             ready = [x for x in self.running if self.num_unscheduled(x) == 1]
         if not ready or (speculate and not self.max_drafts):
             return False
-        return self.decode_step(self.rng.choice(ready), lookahead, speculate)
+        live = self.rng.choice(ready)
+        if not self.decode_step(live, lookahead, speculate):
+            return False
+        while speculate and self.rng.random() < 0.6:  # guess after guess, some across block boundaries
+            self.settle()
+            if live not in self.running or not self.decode_step(live, lookahead, speculate):
+                break
+        return True
 
     def decode_step(self, live: Live, lookahead: int = 0, speculate: bool = False) -> bool:
         room = self.layout.max_model_len - live.request.num_computed_tokens - 1
@@ -441,6 +465,36 @@ class Driver:
         if not ready:
             return False
         return self.decode_step(self.rng.choice(ready), speculate=bool(self.max_drafts) and self.rng.random() < 0.5)
+
+    def decode_batch(self) -> bool:
+        """Several running requests in one call, one of which may be refused; some have steps in flight."""
+        ready = [x for x in self.running if not self.in_open(x) and self.num_unscheduled(x) <= 1]
+        ready = [x for x in ready if x.request.num_computed_tokens + 5 < self.layout.max_model_len]
+        if not ready:
+            return self.decode()
+        batch = self.rng.sample(ready, min(len(ready), self.rng.randint(1, 4)))
+        drafts = [tuple(self.tokens(self.rng.choice((0, 0, self.max_drafts)))) for _ in batch]
+        lookahead, reserved = self.rng.choice((0, 0, 2)), self.rng.choice((0, 0, 1))
+        for live in batch:
+            self.learn_hashes(live.request)
+        slots = self.real.allocate_decode_slots(
+            [x.request for x in batch], [1 + len(d) for d in drafts], lookahead, reserved, bool(self.running)
+        )
+        refused = None
+        for index, (live, guesses) in enumerate(zip(batch, drafts, strict=True)):
+            try:
+                grown = self.model.allocate(live.request, 1 + len(guesses), lookahead=lookahead, reserved=reserved)
+            except Refusal:
+                refused = index
+                break
+            self.same("who grew", index in slots.changed(), any(grown))
+            if any(grown):
+                self.same("positions appended", [list(x) for x in slots.block_ids(index)], grown)
+            self.scheduled(live, 1 + len(guesses), drafts=guesses)
+        self.same("who was refused", slots.refused, refused)
+        if refused == 0:
+            return self.give_way()
+        return True
 
     def ready_in_flight(self) -> list[Live]:
         return [x for x in self.running if x.items and not self.in_open(x) and self.num_unscheduled(x) <= 0]
@@ -504,7 +558,7 @@ class Driver:
         for group in (self.waiting, self.running, self.loading):
             if live in group:
                 group.remove(live)
-        live.items, live.load = [], None
+        live.items, live.load, live.uncovered, live.rewritten = [], None, False, None
 
     def preempt(self) -> bool:
         if not self.running:
@@ -548,6 +602,9 @@ class Driver:
 
     def delayed_load(self) -> bool:
         """A transfer starts (nothing may be committed), or one that is under way arrives."""
+        uncovered = [x for x in self.running if x.uncovered]
+        if uncovered and self.rng.random() < 0.5:
+            return self.cover(self.rng.choice(uncovered))
         arriving = [x for x in self.loading if not x.items]
         if arriving and self.rng.random() < 0.7:
             return self.arrive(self.rng.choice(arriving))
@@ -578,6 +635,17 @@ class Driver:
         live.load = range(hit[1], hit[1] + loaded)
         return live
 
+    def cover(self, live: Live) -> bool:
+        """A request that already runs on loaded tokens: now they may be committed, with what followed."""
+        self.settle()
+        if live not in self.running:
+            return False
+        n = min(live.request.num_computed_tokens, live.request.num_tokens)
+        self.real.cache_blocks(live.request, n)
+        self.model.commit(live.request, n)
+        live.uncovered = False
+        return True
+
     def arrive(self, live: Live) -> bool:
         """The transfer is over; the tail of it may be missing, then the host computes that itself."""
         assert live.load is not None
@@ -589,6 +657,7 @@ class Driver:
         self.tensors.load(live.device, self.model.books[live.name].tables, range(load.start, load.stop), ())
         self.tensors.spoil(live.device, self.model.books[live.name].tables, range(n, load.stop))
         request.num_computed_tokens = live.device.processed = min(n, request.num_tokens - 1)
+        live.rewritten = n - 1 if n > request.num_computed_tokens else None
         told = self.rng.choice((n, request.num_computed_tokens))
         self.real.cache_blocks(request, told)
         self.model.commit(request, told)

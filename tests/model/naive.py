@@ -164,13 +164,15 @@ class NaiveManager:
         self.groups = list(groups_of(config, use_eagle))
         self.prefixes = prefixes or Prefixes()
         self.alignment = math.lcm(*(g.size for g in self.groups))
+        # What a hit must leave to an EAGLE group beyond itself.
+        self.one_more = max((g.size for g in self.groups if g.flagged and g.kind != "mamba"), default=0)
         self.interval: int | None = config.retention_interval
         self.max_model_len = max_model_len
         self.batch = max_num_batched_tokens or max_model_len
         self.dead_first = eviction_order == "dead_first"
         self.num_blocks: int = config.num_blocks
         self.watermark = int(watermark * self.num_blocks)
-        self.keeps_statistics = enable_caching
+        self.caching_is_on = enable_caching
         self.caching = enable_caching and all(g.shares for g in self.groups) and bool(self.groups)
 
         sinks = [getattr(g.spec, "num_sink_blocks", 0) for g in config.groups]
@@ -243,6 +245,19 @@ class NaiveManager:
                 same += 1
             counts.append(same if group.kind in FULL_KINDS else 0)
         return counts
+
+    def prefill_step(self, request: Any, computed: int, new: int, junction: int) -> int:
+        """Tokens of a prefill step that leaves align states where they can be hit."""
+        aligned = self.caching_is_on and any(g.mode == "align" for g in self.groups)
+        if not aligned or computed >= max(request.num_prompt_tokens, request.num_tokens - 1):
+            return new
+        ends = range(computed + 1, computed + new + 1)
+        replay = max(0, request.num_tokens - 1 - self.one_more) // self.alignment * self.alignment
+        for end in ends[:-1]:
+            if end in (junction, replay):
+                return end - computed
+        boundaries = [end for end in ends if end % self.alignment == 0]
+        return (boundaries[-1] if boundaries and ends[-1] < replay else ends[-1]) - computed
 
     # -- what an allocation needs ---------------------------------------------------------------
 
@@ -330,7 +345,12 @@ class NaiveManager:
         """The same for a request that holds blocks: what it gives back on the way counts for it."""
         held = [j for j, block in enumerate(table) if block != NULL]
         if group.mode == "align":
-            return 1 + group.num_speculative + (n > 0 and (n - 1) // group.size != (m - 1) // group.size) - len(held)
+            held = [j for j in held if j < len(table) - group.num_speculative]
+            oldest = max(0, n - 1 - group.num_speculative) // group.size
+            kept = {j for j in held if j >= oldest}
+            later = range(max(oldest, len(table) - group.num_speculative), ceil_div(n, group.size))
+            states = kept | set(later) | {(m - 1) // group.size}
+            return len(states) - len(kept) - sum(self.count[table[j]] == 1 for j in held if j < oldest)
         given_back = [j for j in held if group.is_released(j, n, prompt) and self.count[table[j]] == 1]
         more = [j for j in range(len(table), length) if not group.is_released(j, n, prompt)]
         return len(more) - len(given_back)
@@ -375,16 +395,15 @@ class NaiveManager:
         self._check_step(request, hits, total, lookahead, encoder)
         newcomer = request.status.name in ("WAITING", "PREEMPTED")
         spare = self.watermark if newcomer and others_run else 0
-        self.last_need = 0
-        if full_sequence:
-            end = min(request.num_tokens, self.max_model_len)
-            self.last_need = self.need_of_sequence(request, hits, total, end, lookahead, encoder)
-            self._require(self.last_need + spare + reserved)
         self.release_dead(
             request.request_id,
             request.num_computed_tokens - request.num_in_flight_tokens,
             request.num_prompt_tokens,
         )
+        self.last_need = 0
+        if full_sequence:
+            end = min(request.num_tokens, self.max_model_len)
+            self.last_need = self.need_of_sequence(request, hits, total, end, lookahead, encoder)
         plans = self.plans(request, hits, total, main, slots, encoder)
         self.last_need = max(self.last_need, self.need(plans))
         self._require(self.last_need + spare + reserved)
@@ -633,8 +652,7 @@ class NaiveManager:
         if books is None:
             return
         # What the longest hit left behind needs is not dead: the next turn of a session starts there.
-        one_more = max((g.size for g in self.groups if g.flagged and g.kind != "mamba"), default=0)
-        n = max(0, request.num_computed_tokens - request.num_in_flight_tokens - one_more)
+        n = max(0, request.num_computed_tokens - request.num_in_flight_tokens - self.one_more)
         n = n // self.alignment * self.alignment
         entries = []
         for group in self.groups:
