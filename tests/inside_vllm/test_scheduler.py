@@ -144,6 +144,26 @@ def test_everybody_gets_done(specs: str, life: str, eviction: str, monkeypatch: 
     check(one.host)
 
 
+def hits_of_sessions_in_turn(kind: Any, num_sessions: int) -> list[int]:
+    """Tokens hit by each of some growing sessions when it comes back, in 170 blocks; each leaves about 80 behind."""
+    host = scheduler(kind, num_blocks=171, specs=SPECS["full and windows"], max_num_batched_tokens=512)
+    hits = []
+    for turn in range(3):
+        for session in range(num_sessions):
+            name = f"{session}-{turn}"
+            host.add_request(request(name, range(1000 * session, 1000 * session + 416 + 16 * turn), max_tokens=1))
+            output = step(host, {name: [1]})
+            hits.append(output.scheduled_new_reqs[0].num_computed_tokens)
+    return hits[num_sessions:]
+
+
+def test_sessions_of_a_hybrid_model_do_not_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hits_of_sessions_in_turn(VLLM, 3) == [0] * 6
+    assert hits_of_sessions_in_turn(KVPAGER, 3) == [0] * 6  # in vLLM's order
+    monkeypatch.setenv("KVPAGER_VLLM_EVICTION", "dead_first")
+    assert hits_of_sessions_in_turn(KVPAGER, 3) == [416] * 3 + [432] * 3
+
+
 # -- loads --------------------------------------------------------------------------------------
 
 
