@@ -338,9 +338,10 @@ void Stepper::commit(Holding& holding, const Facts& facts, int64_t num_tokens) {
         BlockList& table = *holding.tables()[i];
         if (!rules_[i].has_to_commit(table, num_tokens)) continue;
         Hashes hashes(facts.block_hashes, rules_[i].stride);
-        std::vector<Range> runs = rules_[i].commit(*pool_, table, hashes, num_tokens, facts.num_prompt, holding.junction);
+        runs_.clear();
+        rules_[i].commit(*pool_, table, hashes, num_tokens, facts.num_prompt, holding.junction, runs_);
         if (!pool_->logs_events()) continue;
-        for (const Range& run : runs) stored_.push_back({i, run});
+        for (const Range& run : runs_) stored_.push_back({i, run});
     }
 }
 
@@ -361,6 +362,7 @@ void Stepper::find_bounds(Holding& holding, int64_t num_prompt_tokens) const {
 
 // Python may run again: events are written and observers told.
 void Stepper::tell(nb::handle request) {
+    if (stored_.empty()) return pool_->tell_observer();
     auto stored = std::exchange(stored_, {});
     for (const auto& [group, run] : stored) log_stored_(request, group, as_python_range(run));
     pool_->tell_observer();

@@ -151,6 +151,7 @@ private:
     // Scratch of the step under way.
     std::vector<int64_t> lengths_;  // of the tables, before they grow
     std::vector<Growth> growths_;
+    std::vector<Range> runs_;
     std::vector<std::pair<size_t, Range>> stored_;
 };
 

@@ -55,7 +55,9 @@ void bind_rule(nb::module_& module) {
              "length"_a, "num_tokens"_a, "dead"_a)
         .def("worth_caching",
              [](const GroupRule& self, int64_t start, int64_t stop, int64_t prompt, int64_t junction) {
-                 return as_python_ranges(self.worth_caching(start, stop, prompt, junction));
+                 std::vector<Range> parts;
+                 self.worth_caching(start, stop, prompt, junction, [&](Range part) { parts.push_back(part); });
+                 return as_python_ranges(parts);
              },
              "start"_a, "stop"_a, "num_prompt_tokens"_a, "junction"_a)
         .def("lowest_computed", &GroupRule::lowest_computed, "table"_a, "num_prompt_tokens"_a)
@@ -65,7 +67,9 @@ void bind_rule(nb::module_& module) {
              [](const GroupRule& self, Pool& pool, BlockList& table, nb::handle hashes, int64_t tokens, int64_t prompt,
                 int64_t junction) {
                  pool.checked_group(self.group);
-                 return as_python_ranges(self.commit(pool, table, Hashes(hashes, self.stride), tokens, prompt, junction));
+                 std::vector<Range> runs;
+                 self.commit(pool, table, Hashes(hashes, self.stride), tokens, prompt, junction, runs);
+                 return as_python_ranges(runs);
              },
              "pool"_a, "table"_a, "hashes"_a, "num_tokens"_a, "num_prompt_tokens"_a, "junction"_a);
 }

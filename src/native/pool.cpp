@@ -349,10 +349,10 @@ std::vector<BlockId> Pool::heads_first(std::span<BlockList* const> tables, std::
     return blocks;
 }
 
-std::vector<Range> Pool::commit(BlockList& table, Group group, const Hashes& hashes, int64_t start, int64_t stop) {
-    std::vector<Range> runs;
+void Pool::commit(BlockList& table, Group group, const Hashes& hashes, int64_t start, int64_t stop,
+                  std::vector<Range>& runs) {
     stop = std::min(stop, hashes.num_positions());
-    if (start >= stop) return runs;
+    if (start >= stop) return;
     check_range(table, start, stop);
     check_ids(table, start, stop);
     for (int64_t position = start; position < stop; ++position) {
@@ -378,7 +378,6 @@ std::vector<Range> Pool::commit(BlockList& table, Group group, const Hashes& has
             }
         }
     }
-    return runs;
 }
 
 void Pool::compute(const BlockList& table, Range positions) {

@@ -78,7 +78,9 @@ public:
     void free_tables(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes,
                      std::span<const Range> dead, std::span<const Range> keep);
     std::vector<BlockId> pop_tables(std::span<BlockList* const> tables, std::span<const int64_t> block_sizes);
-    std::vector<Range> commit(BlockList& table, Group group, const Hashes& hashes, int64_t start, int64_t stop);
+    // Appends the runs of positions whose hash was new to the index.
+    void commit(BlockList& table, Group group, const Hashes& hashes, int64_t start, int64_t stop,
+                std::vector<Range>& runs);
 
     // States that this step computes: they can be hit from the next one on.
     void compute(const BlockList& table, Range positions);

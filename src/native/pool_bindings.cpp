@@ -241,7 +241,9 @@ void bind_tables(nb::class_<Pool>& pool) {
              [](Pool& self, BlockList& table, int64_t group, nb::handle hashes, int64_t stride, int64_t start,
                 int64_t stop) {
                  Group id = self.checked_group(group);
-                 return as_python_ranges(self.commit(table, id, Hashes(hashes, stride), start, stop));
+                 std::vector<Range> runs;
+                 self.commit(table, id, Hashes(hashes, stride), start, stop, runs);
+                 return as_python_ranges(runs);
              },
              "table"_a, "group"_a, "hashes"_a, "stride"_a, "start"_a, "stop"_a);
 }

@@ -27,33 +27,6 @@ Growth GroupRule::growth(int64_t length, int64_t num_tokens, Range gone) const {
     return {null_start - length, null_stop - null_start, 0, goal - null_stop};
 }
 
-std::vector<Range> GroupRule::worth_caching(int64_t start, int64_t stop, int64_t num_prompt_tokens,
-                                            int64_t junction) const {
-    if (interval < 0) return {{start, stop}};
-    // Hit lengths worth caching for, shortest first: the replay boundary, a junction, and every
-    // `interval` tokens as long as a hit of that length needs anything before `stop`.
-    int64_t replay = interval == alignment ? 0 : (num_prompt_tokens - 1) / alignment * alignment;
-    int64_t some[] = {std::min(replay, junction), std::max(replay, junction)};
-    const int64_t* next = some;
-    int64_t last = (stop + 1) * block_size + std::max<int64_t>(lag, 0);
-    int64_t regular = unbounded;
-    if (interval > 0) regular = (std::max<int64_t>(0, start * block_size - hit_margin) / interval + 1) * interval;
-    std::vector<Range> parts;
-    while (start < stop) {
-        if (regular > last) regular = unbounded;
-        int64_t length = std::min(next < std::end(some) ? *next : unbounded, regular);
-        if (length == unbounded) break;
-        length == regular ? regular += interval : (++next, 0);
-        if (length <= 0) continue;
-        Range needed = needed_for_hit(length);
-        int64_t from = std::max(start, needed.start), to = std::min(stop, needed.stop);
-        if (from >= to) continue;
-        parts.push_back({from, to});
-        start = to;
-    }
-    return parts;
-}
-
 int64_t GroupRule::lowest_computed(const BlockList& table, int64_t num_prompt_tokens) const {
     if (lag < 0 || table.num_released <= first_mortal_block(num_prompt_tokens)) return 0;
     return table.num_released * block_size + lag;
@@ -94,36 +67,28 @@ void GroupRule::grow(Pool& pool, BlockList& table, const Growth& growth) const {
     if (growth.after > 0) pool.extend(table, growth.after, notes_new);
 }
 
-std::vector<Range> GroupRule::commit(Pool& pool, BlockList& table, const Hashes& hashes, int64_t num_tokens,
-                                     int64_t num_prompt_tokens, int64_t junction) const {
+void GroupRule::commit(Pool& pool, BlockList& table, const Hashes& hashes, int64_t num_tokens,
+                       int64_t num_prompt_tokens, int64_t junction, std::vector<Range>& runs) const {
     int64_t start = table.num_committed, stop = commit_stop(num_tokens);
-    std::vector<Range> runs;
-    if (start >= stop) return runs;
-    std::vector<Range> worth = worth_caching(start, stop, num_prompt_tokens, junction);
-    if (is_align) worth = where_steps_ended(table, worth, stop);
-    for (const Range& positions : worth) {
-        std::vector<Range> stored = pool.commit(table, group, hashes, positions.start, positions.stop);
-        if (is_state) pool.compute(table, positions);
-        runs.insert(runs.end(), stored.begin(), stored.end());
-    }
+    if (start >= stop) return;
+    std::sort(table.step_ends.begin(), table.step_ends.end());
+    worth_caching(start, stop, num_prompt_tokens, junction, [&](Range part) {
+        if (!is_align) return offer(pool, table, hashes, part, runs);
+        // Of an align group, only states that a step left; a step may have ended twice at one place.
+        int64_t last = -1;
+        for (int64_t position : table.step_ends) {
+            if (part.holds(position) && position != last) offer(pool, table, hashes, {position, position + 1}, runs);
+            last = position;
+        }
+    });
+    std::erase_if(table.step_ends, [&](int64_t position) { return position < stop; });
     table.num_committed = stop;
-    return runs;
 }
 
-std::vector<Range> GroupRule::where_steps_ended(BlockList& table, const std::vector<Range>& worth, int64_t stop) const {
-    std::vector<int64_t> ended;
-    std::erase_if(table.step_ends, [&](int64_t position) {
-        if (position < stop) ended.push_back(position);
-        return position < stop;
-    });
-    std::sort(ended.begin(), ended.end());
-    ended.erase(std::unique(ended.begin(), ended.end()), ended.end());
-    std::vector<Range> states;
-    for (int64_t position : ended) {
-        auto holds = [&](const Range& range) { return range.holds(position); };
-        if (std::any_of(worth.begin(), worth.end(), holds)) states.push_back({position, position + 1});
-    }
-    return states;
+void GroupRule::offer(Pool& pool, BlockList& table, const Hashes& hashes, Range positions,
+                      std::vector<Range>& runs) const {
+    pool.commit(table, group, hashes, positions.start, positions.stop, runs);
+    if (is_state) pool.compute(table, positions);
 }
 
 }  // namespace kvpager

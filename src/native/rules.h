@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -74,8 +75,9 @@ struct GroupRule {
         return aligned / block_size;
     }
 
-    // The parts of positions [start, stop) that a hit can use, in order.
-    std::vector<Range> worth_caching(int64_t start, int64_t stop, int64_t num_prompt_tokens, int64_t junction) const;
+    // Calls visit(part) for the parts of positions [start, stop) that a hit can use, in order.
+    template <typename Visit>
+    void worth_caching(int64_t start, int64_t stop, int64_t num_prompt_tokens, int64_t junction, Visit visit) const;
 
     // The fewest computed tokens from which a request can go on with the blocks it still has.
     int64_t lowest_computed(const BlockList& table, int64_t num_prompt_tokens) const;
@@ -97,13 +99,43 @@ struct GroupRule {
     bool has_to_commit(const BlockList& table, int64_t num_tokens) const {
         return table.num_committed < commit_stop(num_tokens);
     }
-    // Gives the runs of positions whose hash was new to the index.
-    std::vector<Range> commit(Pool& pool, BlockList& table, const Hashes& hashes, int64_t num_tokens,
-                              int64_t num_prompt_tokens, int64_t junction) const;
+    // Appends the runs of positions whose hash was new to the index.
+    void commit(Pool& pool, BlockList& table, const Hashes& hashes, int64_t num_tokens, int64_t num_prompt_tokens,
+                int64_t junction, std::vector<Range>& runs) const;
 
 private:
     int64_t next_commit(int64_t committed) const;
-    std::vector<Range> where_steps_ended(BlockList& table, const std::vector<Range>& worth, int64_t stop) const;
+    void offer(Pool& pool, BlockList& table, const Hashes& hashes, Range positions, std::vector<Range>& runs) const;
 };
+
+template <typename Visit>
+void GroupRule::worth_caching(int64_t start, int64_t stop, int64_t num_prompt_tokens, int64_t junction,
+                              Visit visit) const {
+    if (interval < 0) return visit(Range{start, stop});
+    // Hit lengths worth caching for, shortest first: the replay boundary, a junction, and every
+    // `interval` tokens as long as a hit of that length needs anything before `stop`.
+    int64_t replay = interval == alignment ? 0 : (num_prompt_tokens - 1) / alignment * alignment;
+    int64_t some[] = {std::min(replay, junction), std::max(replay, junction)};
+    const int64_t* next = some;
+    int64_t last = (stop + 1) * block_size + std::max<int64_t>(lag, 0);
+    int64_t regular = unbounded;
+    if (interval > 0) regular = (std::max<int64_t>(0, start * block_size - hit_margin) / interval + 1) * interval;
+    while (start < stop) {
+        if (regular > last) regular = unbounded;
+        int64_t length = std::min(next < std::end(some) ? *next : unbounded, regular);
+        if (length == unbounded) return;
+        if (length == regular) {
+            regular += interval;
+        } else {
+            ++next;
+        }
+        if (length <= 0) continue;
+        Range needed = needed_for_hit(length);
+        Range part{std::max(start, needed.start), std::min(stop, needed.stop)};
+        if (part.start >= part.stop) continue;
+        visit(part);
+        start = part.stop;
+    }
+}
 
 }  // namespace kvpager
