@@ -228,6 +228,8 @@ class Request:
         Flat: LoRA name, (multimodal identifier, offset in the block) pairs, salt, embedding digest.
         None: nothing.
         """
+        if not self._content:  # nearly every request, and events ask for each of its blocks
+            return None
         return tuple(key.plain for key in self._content.for_block(block_start, block_end)) or None
 
     def _extend_block_hashes(self) -> None:
