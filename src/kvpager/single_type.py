@@ -161,6 +161,8 @@ class SingleTypeKVCacheManager:
         last = max(tokens.num_start, tokens.num_slots - max_step)
         for start in self.spec.step_starts_to_check(tokens.num_start, last, tokens.num_prompt_tokens):
             dead = self.spec.dead(start - self.spec.release_delay, tokens.num_prompt_tokens)
+            if table is None:  # what is dead where it starts is null at once; only later does releasing trail
+                dead = max(dead, self.spec.dead(tokens.num_start, tokens.num_prompt_tokens), key=len)
             slots = min(start + max_step, tokens.num_slots)
             need = self._growth(length, slots, tokens.num_encoder_tokens, dead, self.spec.release_delay, False).num_new
             if table is None:
