@@ -61,6 +61,8 @@ class KVCacheCoordinator:
             )
             for group_id, spec in enumerate(config.specs)
         )
+        self._block_sizes = [spec.block_size for spec in config.specs]
+        self._nothing = [range(0)] * len(config.specs)
         self._hash_size = config.hash_size
         self._max_step = max_num_batched_tokens
         # A cache that can never hit commits nothing either: entries that nobody can hit only mislead.
@@ -239,21 +241,14 @@ class KVCacheCoordinator:
         groups = self.single_type_managers
         num_processed = max(0, num_processed - self.hit_margin) // self.alignment * self.alignment
         tables = [group.pop_table(request_id) for group in groups]
-        self.block_pool.free_tables(
-            tables,
-            [group.block_size for group in groups],
-            [
-                group.dead_for(table, num_processed, num_prompt_tokens)
-                for group, table in zip(groups, tables, strict=True)
-            ],
-            [group.useful_at(junction) for group in groups],
-        )
+        dead = [group.rule.dead(num_processed, num_prompt_tokens) for group in groups]
+        useful = [group.useful_at(junction) for group in groups] if junction else self._nothing
+        self.block_pool.free_tables(tables, self._block_sizes, dead, useful)
 
     def pop(self, request_id: str) -> list[int]:
         """Forget a request and hand its blocks out. O(blocks)."""
-        groups = self.single_type_managers
-        tables = [group.pop_table(request_id) for group in groups]
-        return self.block_pool.pop_tables(tables, [group.block_size for group in groups])
+        tables = [group.pop_table(request_id) for group in self.single_type_managers]
+        return self.block_pool.pop_tables(tables, self._block_sizes)
 
     def get_blocks(self, request_id: str) -> list[BlockList]:
         """Copies of the request's tables, sinks first (empty ones for an unknown request). O(blocks)."""

@@ -301,11 +301,6 @@ class SingleTypeKVCacheManager:
             return BlockList()
         return BlockList(self.sink_blocks + table.ids()) if self.sink_blocks else table.slice(0, len(table))
 
-    def dead_for(self, table: BlockList, num_processed: int, num_prompt_tokens: int) -> range:
-        """Positions of a table that no later token would read. O(1)."""
-        dead = self.spec.dead(num_processed, num_prompt_tokens)
-        return range(dead.start, min(dead.stop, len(table)))
-
     # -- the index -----------------------------------------------------------------------------
 
     def step_ends(self, request_id: str, num_tokens: int) -> None:

@@ -6,7 +6,7 @@
 namespace kvpager {
 
 HashIndex::HashIndex(Block* blocks, size_t num_blocks)
-    : blocks_(blocks), slots_(2 * num_blocks), digests_(num_blocks * digest_bytes), copies_(num_blocks) {
+    : blocks_(blocks), slots_(2 * num_blocks), digests_(num_blocks * digest_bytes), tags_(num_blocks), copies_(num_blocks) {
     std::random_device random;
     for (uint64_t& seed : seeds_) seed = uint64_t{random()} << 32 | random() | 1;
 }
@@ -14,6 +14,7 @@ HashIndex::HashIndex(Block* blocks, size_t num_blocks)
 bool HashIndex::insert(BlockId block, uint32_t tag, Digest digest, Group group) {
     std::memcpy(&digests_[static_cast<size_t>(block) * digest_bytes], digest, digest_bytes);
     blocks_[block].group = group;
+    tags_[block] = tag;
     size_t slot = home(tag);
     for (; slots_[slot].block != null_block; slot = after(slot)) {
         if (slots_[slot].tag == tag && carries(slots_[slot].block, digest, group)) {
@@ -26,15 +27,15 @@ bool HashIndex::insert(BlockId block, uint32_t tag, Digest digest, Group group) 
     return true;
 }
 
-bool HashIndex::erase(BlockId block, uint32_t tag) {
+bool HashIndex::erase(BlockId block) {
     Block& erased = blocks_[block];
     bool alone = !erased.is(has_copies);
     if (alone) {
-        erase_slot(slot_of(block, tag));
+        erase_slot(slot_of(block));
     } else {
         BlockId next = leave_copies(block);
         if (erased.is(serves)) {
-            slots_[slot_of(block, tag)].block = next;
+            slots_[slot_of(block)].block = next;
             blocks_[next].flags |= serves;
         }
     }
@@ -49,8 +50,8 @@ void HashIndex::clear(BlockId num_used) {
     }
 }
 
-size_t HashIndex::slot_of(BlockId block, uint32_t tag) const {
-    size_t slot = home(tag);
+size_t HashIndex::slot_of(BlockId block) const {
+    size_t slot = home(tags_[block]);
     while (slots_[slot].block != block) slot = after(slot);
     return slot;
 }

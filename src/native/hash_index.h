@@ -24,7 +24,9 @@ public:
         for (int i = 0; i < 4; ++i) mixed += words[i] * seeds_[i];
         return static_cast<uint32_t>(mixed >> 32);
     }
-    uint32_t tag_of(BlockId block) const { return tag(digest(block), blocks_[block].group); }
+    // The tag of a block in the index.
+    uint32_t tag_of(BlockId block) const { return tags_[block]; }
+    void prefetch_tag(BlockId block) const { prefetch(&tags_[block]); }
 
     void prefetch_slot(uint32_t tag) const { prefetch(&slots_[home(tag)]); }
 
@@ -55,7 +57,7 @@ public:
     bool insert(BlockId block, uint32_t tag, Digest digest, Group group);
 
     // Takes a block out. True: nobody carries the hash any more.
-    bool erase(BlockId block, uint32_t tag);
+    bool erase(BlockId block);
 
     // Takes every block out. O(pool)
     void clear(BlockId num_used);
@@ -101,7 +103,7 @@ private:
     // Slots are in order of their tags as far as they can, so that tags alone say what may move where.
     size_t home(uint32_t tag) const { return static_cast<size_t>(uint64_t{tag} * slots_.size() >> 32); }
     size_t after(size_t slot) const { return slot + 1 == slots_.size() ? 0 : slot + 1; }
-    size_t slot_of(BlockId block, uint32_t tag) const;
+    size_t slot_of(BlockId block) const;
     void erase_slot(size_t hole);
     void join_copies(BlockId oldest, BlockId block);
     BlockId leave_copies(BlockId block);
@@ -109,6 +111,7 @@ private:
     Block* blocks_;
     ZeroedArray<Slot> slots_;
     ZeroedArray<uint8_t> digests_;
+    ZeroedArray<uint32_t> tags_;  // so that an eviction needs no digest
     ZeroedArray<Copies> copies_;
     uint64_t seeds_[5];
 };

@@ -257,6 +257,7 @@ void Pool::extend(BlockList& table, int64_t num_blocks, bool note_new) {
     std::span<BlockId> taken = std::span(table.ids).subspan(length);
     take(taken);
     if (!note_new) return;
+    if (num_blocks > 64) new_.reserve(new_.size() + num_blocks);
     for (BlockId block : taken) {
         if (blocks_[block].is(noted)) continue;
         blocks_[block].flags |= noted;
@@ -438,7 +439,7 @@ void Pool::free_blocks(std::span<const BlockId> blocks) {
 void Pool::evict_blocks(std::span<const BlockId> blocks) {
     for (BlockId block : blocks) {
         if (!is_cached(block)) continue;
-        evict(block, index_.tag_of(block));
+        evict(block);
         if (blocks_[block].refs == 0 && dead_first_) {
             queue_.remove(block);
             FreeQueue::Run front = queue_.at_front();
@@ -482,19 +483,18 @@ std::vector<BlockId> Pool::take_new_block_ids() {
 
 // Takes blocks from the front of the queue; there are enough.
 void Pool::take(std::span<BlockId> out) {
-    std::array<uint32_t, window> tags;
     for (size_t start = 0; start < out.size(); start += window) {
         std::span<BlockId> some = out.subspan(start, std::min(window, out.size() - start));
         for (BlockId& block : some) {
             block = queue_.pop();
-            if (is_cached(block)) index_.prefetch_digest(block);
+            if (is_cached(block)) index_.prefetch_tag(block);
         }
         for (size_t i = 0; i < some.size(); ++i) {
-            if (is_cached(some[i])) index_.prefetch_slot(tags[i] = index_.tag_of(some[i]));
+            if (is_cached(some[i])) index_.prefetch_slot(index_.tag_of(some[i]));
         }
         for (size_t i = 0; i < some.size(); ++i) {
             if (is_cached(some[i])) {
-                evict(some[i], tags[i]);
+                evict(some[i]);
                 ++num_evictions_;
             }
             blocks_[some[i]].refs = 1;
@@ -505,8 +505,8 @@ void Pool::take(std::span<BlockId> out) {
 }
 
 // Takes a block out of the index; tells it if it was the last copy.
-void Pool::evict(BlockId block, uint32_t tag) {
-    if (index_.erase(block, tag) && logs_events_) {
+void Pool::evict(BlockId block) {
+    if (index_.erase(block) && logs_events_) {
         events_.push_back({Change::removed, blocks_[block].group, {}, {}});
         std::memcpy(events_.back().digest, index_.digest(block), digest_bytes);
     }

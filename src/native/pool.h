@@ -128,7 +128,7 @@ private:
     void check_ids(const BlockList& list, int64_t start, int64_t stop) const;
     void check_supply(int64_t num_blocks) const;
     void take(std::span<BlockId> out);
-    void evict(BlockId block, uint32_t tag);
+    void evict(BlockId block);
     void refer(BlockId block, int outside);
     void change_counts(BlockId block, int refs, int outside);
     template <typename Visit>
