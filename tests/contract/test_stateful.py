@@ -78,11 +78,11 @@ LAYOUTS = [
     layout("full + Mamba align", 32, FULL, Mamba(block_size=4)),
     layout("full + Mamba align, 2 speculative", 36, FULL, Mamba(block_size=4, num_speculative_states=2)),
     layout("full + Mamba align with MTP", 36, FULL, Mamba(block_size=4, num_speculative_states=1), use_eagle=True),
-    layout("cross + full", 30, CrossAttention(block_size=4), FULL),
-    layout("cross + window", 24, CrossAttention(block_size=4), WINDOW),
-    layout("full + cross, recency", 30, FULL, CrossAttention(block_size=2), eviction_order="recency"),
+    layout("cross + full", 44, CrossAttention(block_size=4), FULL),
+    layout("cross + window", 34, CrossAttention(block_size=4), WINDOW),
+    layout("full + cross, recency", 48, FULL, CrossAttention(block_size=2), eviction_order="recency"),
     layout("reference window", 24, ReferenceWindow(block_size=2, window=3)),
-    layout("reference window + full", 40, ReferenceWindow(block_size=2, window=3), FULL_2),
+    layout("reference window + full", 50, ReferenceWindow(block_size=2, window=3), FULL_2),
     layout("reference window, recency", 24, ReferenceWindow(block_size=2, window=2), eviction_order="recency"),
     layout("sinks", 26, SinkAttention(block_size=4, sink_len=8)),
     layout("sinks + window", 34, SinkAttention(block_size=4, sink_len=4), WINDOW),
@@ -114,7 +114,7 @@ LAYOUTS = [
 ]
 EVERY_CELL = 100  # operation x kind, over all layouts
 LEAST_STEPS = 500
-MOST_STEPS = 4000
+MOST_STEPS = 6000
 SEED = 1
 
 

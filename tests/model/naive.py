@@ -393,6 +393,9 @@ class NaiveManager:
         main = min(total + num_new_tokens, self.max_model_len)
         slots = min(total + num_new_tokens + lookahead, self.max_model_len)
         self._check_step(request, hits, total, lookahead, encoder)
+        if request.request_id in self.books:  # a load that did not arrive left no state
+            books = self.books[request.request_id]
+            books.ends = {n for n in books.ends if n <= request.num_computed_tokens}
         newcomer = request.status.name in ("WAITING", "PREEMPTED")
         spare = self.watermark if newcomer and others_run else 0
         self.release_dead(
