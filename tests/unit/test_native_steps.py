@@ -1,0 +1,198 @@
+"""What the compiled step survives: requests that misbehave while they are read, wrong types, cycles, many of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvpager import BlockList, BlockPool, CacheConfig, FullAttention, KVCacheManager, Request, check_manager
+from kvpager._native import GroupRule, Holding, Holdings, Stepper
+from kvpager.errors import ConfigError, InvalidRequestError
+
+RULE: dict[str, Any] = dict.fromkeys(("grows", "keeps_prompt", "is_state", "is_align", "notes_new"), False) | {
+    "group": 0,
+    "block_size": 4,
+    "stride": 1,
+    "lag": -1,
+    "span": 4,
+    "release_delay": 0,
+    "alignment": 4,
+    "commit_margin": 0,
+    "hit_margin": 0,
+    "interval": -1,
+}
+
+
+class Odd(Request):
+    """A request that does something when the step reads how long its prompt is."""
+
+    then: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        self.then()
+        return self._prompt
+
+    @num_prompt_tokens.setter
+    def num_prompt_tokens(self, value: int) -> None:
+        self._prompt = value
+
+
+def make_manager(**options: Any) -> KVCacheManager:
+    return KVCacheManager(CacheConfig.uniform(20, [FullAttention(block_size=4)]), max_model_len=64, **options)
+
+
+def running(manager: KVCacheManager, request: Request) -> Request:
+    """The request, all of its prompt computed, about to need a new block."""
+    assert manager.allocate_slots(request, request.num_tokens) is not None
+    request.num_computed_tokens = request.num_tokens
+    request.append_output_token_ids(1)
+    return request
+
+
+def test_a_request_that_is_freed_while_it_is_read() -> None:
+    manager = make_manager()
+    odd = Odd("odd", [1] * 4)
+    running(manager, odd)
+    odd.then = lambda: manager.free(odd)
+    with pytest.raises(InvalidRequestError, match="starts over at 0"):
+        manager.allocate_slots(odd, 1)
+    assert manager.usage == 0
+    check_manager(manager)
+
+
+def test_a_request_that_steps_another_while_it_is_read() -> None:
+    manager = make_manager()
+    odd, other = Odd("odd", [1] * 4), running(manager, Request("other", [2] * 4))
+    running(manager, odd)
+    odd.then = lambda: setattr(odd, "then", lambda: None) or manager.allocate_slots(other, 1)  # type: ignore[func-returns-value]
+    answer = manager.allocate_decode_slots([odd, other])
+    assert (answer.refused, answer.changed()) == (None, [0])
+    assert [len(manager.get_block_ids(name)[0]) for name in ("odd", "other")] == [2, 2]
+    check_manager(manager)
+
+
+def test_a_batch_that_shrinks_while_it_is_served() -> None:
+    manager = make_manager()
+    odd = Odd("odd", [1] * 4)
+    batch = [running(manager, odd), *(running(manager, Request(f"{i}", [i] * 4)) for i in range(3))]
+    odd.then = batch.clear
+    requests = list(batch)
+    assert manager.allocate_decode_slots(requests).changed() == [0, 1, 2, 3]
+    check_manager(manager)
+
+
+@pytest.mark.parametrize("name", ["num_computed_tokens", "num_tokens", "num_prompt_tokens", "block_hashes"])
+def test_a_request_without_an_attribute(name: str) -> None:
+    manager = make_manager()
+    request = running(manager, Request("a", [1] * 4))
+    value = getattr(request, name)
+    delattr(request, name)
+    with pytest.raises(AttributeError):
+        manager.allocate_slots(request, 1)
+    setattr(request, name, value)
+    assert manager.allocate_slots(request, 1) is not None
+    check_manager(manager)
+
+
+@pytest.mark.parametrize("bad", [2**70, -1, "3", None])
+def test_counts_that_cannot_be(bad: Any) -> None:
+    manager = make_manager()
+    request = running(manager, Request("a", [1] * 4))
+    request.num_computed_tokens = bad
+    with pytest.raises((TypeError, ValueError)):
+        manager.allocate_slots(request, 1)
+    with pytest.raises((TypeError, ValueError)):
+        manager.allocate_decode_slots([request])
+    request.num_computed_tokens = 4
+    assert manager.allocate_slots(request, 1) is not None
+    check_manager(manager)
+
+
+@pytest.mark.parametrize("bad", [b"short", None, "text"])
+def test_hashes_that_are_none_change_nothing(bad: Any) -> None:
+    manager = make_manager()
+    request = running(manager, Request("a", [1] * 6))
+    request.append_output_token_ids([1, 1])
+    request.block_hashes = [bad, bad]
+    before = manager.get_block_ids("a"), manager.block_pool.free_queue()
+    with pytest.raises(InvalidRequestError, match="a hash is 32 bytes"):
+        manager.allocate_slots(request, 2)
+    assert (manager.get_block_ids("a"), manager.block_pool.free_queue()) == before
+    request.block_hashes = []
+    assert manager.allocate_slots(request, 2) is not None
+    check_manager(manager)
+
+
+def test_wrong_types() -> None:
+    pool, holdings = BlockPool(8, 1), Holdings()
+    options: dict[str, Any] = {
+        "max_model_len": 64,
+        "commits": True,
+        "watermark_blocks": 0,
+        "log_stored": print,
+        "wrap": list,
+        "empty": (),
+    }
+    for arguments in (("pool", holdings, []), (pool, {}, []), (pool, holdings, ["rule"]), (pool, holdings, None)):
+        with pytest.raises(TypeError):
+            Stepper(*arguments, **options)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="group 1 is not there"):
+        Stepper(pool, holdings, [GroupRule(**RULE | {"group": 1})], **options)
+    with pytest.raises(TypeError):
+        Holding(object(), [[1, 2]])  # type: ignore[arg-type, list-item]
+    with pytest.raises(TypeError):
+        holdings.add("a", "holding")  # type: ignore[arg-type]
+    stepper = Stepper(pool, holdings, [GroupRule(**RULE)], **options)
+    with pytest.raises(InvalidRequestError, match="2 tables were given for 1 groups"):
+        stepper.find_bounds(Holding(object(), [BlockList(), BlockList()]), 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [{"block_size": 0}, {"span": 6}, {"alignment": 0}, {"lag": -2}, {"stride": 0}])
+def test_numbers_that_describe_no_kind(bad: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        GroupRule(**RULE | bad)
+
+
+def test_holdings_are_found_by_id_and_by_request() -> None:
+    """Many come and go: the table by address grows and closes its gaps."""
+    rng, holdings, live = Random(1), Holdings(), dict[str, Holding]()
+    for number in range(2_000):
+        if live and rng.random() < 0.45:
+            name = rng.choice(list(live))
+            holdings.remove(name)
+            del live[name]
+        else:
+            holding = live[f"{number}"] = Holding(object(), [])  # type: ignore[arg-type]
+            holdings.add(f"{number}", holding)
+        assert holdings.request_ids() == list(live)
+    assert holdings.values() == list(live.values())
+    name, holding = next(iter(live.items()))
+    for again in (name, "another id"):
+        with pytest.raises(InvalidRequestError, match="holds blocks"):
+            holdings.add(again, holding)
+    holdings.remove("unknown")
+    assert holdings.get("unknown") is None
+
+
+def test_a_manager_that_knows_itself_can_go() -> None:
+    class Host:
+        def __init__(self) -> None:
+            self.manager = make_manager(enable_kv_cache_events=True, event_source=self.source)
+            self.request = running(self.manager, Request("a", [1] * 4))
+            self.request.host = self  # type: ignore[attr-defined]
+
+        def source(self, request: Any) -> Any:
+            return request
+
+    host = Host()
+    host.manager.allocate_slots(host.request, 1)
+    gone = weakref.ref(host), weakref.ref(host.manager)
+    del host
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
