@@ -216,7 +216,14 @@ class Request:
         O(tokens + new blocks). Raises ``InvalidRequestError`` and changes nothing for what is not
         a token id.
         """
-        tokens = _output_tokens(token_ids)
+        if type(token_ids) is int and 0 <= token_ids <= MAX_TOKEN_ID and self.all_token_ids:  # a decode step's call
+            self.all_token_ids.append(token_ids)
+            self.num_tokens = num_tokens = self.num_tokens + 1
+            hasher = self._block_hasher
+            if hasher is not None and num_tokens % hasher.hash_size == 0:
+                self._extend_block_hashes()
+            return
+        tokens = token_list(cast(TokenIds, [token_ids] if _is_integer(token_ids) else token_ids))
         self.num_tokens += len(tokens)
         if self.has_token_ids:
             self.all_token_ids += tokens
@@ -246,12 +253,6 @@ class Request:
             f"Request({self.request_id!r}, {self.num_prompt_tokens} + {self.num_output_tokens} tokens, "
             f"{self.num_computed_tokens} computed, {self.status.name})"
         )
-
-
-def _output_tokens(token_ids: int | Sequence[int]) -> list[int]:
-    if type(token_ids) is int and 0 <= token_ids <= MAX_TOKEN_ID:  # nearly every call of a decode step
-        return [token_ids]
-    return token_list(cast(TokenIds, [token_ids] if _is_integer(token_ids) else token_ids))
 
 
 def _prompt_tokens(request_id: str, token_ids: TokenIds | None, content: ContentKeys) -> list[int]:
