@@ -1,9 +1,10 @@
 """vLLM's scheduler alone, without a model, on either manager: ``python -m benchmarks.vllm_scheduler``.
 
 Runs in an environment with vLLM 0.25.1. Two schedulers, equal but for the manager, go through the same load step by
-step, in turns; a figure is the median over steps, a ratio the median of paired ratios. Time in the manager is that
-around calls of its methods, less what the same clock shows around a call of nothing made right after each. The whole
-step is timed on a second pair whose managers have no clocks around them.
+step, in turns; a figure is the median over steps, a ratio the median of paired ratios. Times are processor time. That
+in the manager is what a clock shows around each call of its methods, less what it shows around a call of nothing made
+right after, in the half of the steps during which others had the processor least. The whole step is timed on a second
+pair whose managers have no clocks around them.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def measure(load: Load, num_steps: int, steps_a_turn: int) -> Result:
     finally:
         gc.enable()
     assert timed[0].schedule_of_tokens == timed[1].schedule_of_tokens, "the managers decided differently"
-    manager = [driver.in_manager for driver in timed]
+    manager = undisturbed(timed)
     schedule = [driver.in_schedule for driver in plain]
     whole = [driver.in_step for driver in plain]
     return Result(
@@ -143,13 +144,19 @@ def measure(load: Load, num_steps: int, steps_a_turn: int) -> Result:
     )
 
 
+def undisturbed(drivers: list[Driver]) -> list[list[float]]:
+    """Time in either driver's manager, in the half of the steps during which others had the processor least."""
+    shares = list(map(min, *(driver.shares for driver in drivers)))
+    best = sorted(range(len(shares)), key=shares.__getitem__)[len(shares) // 2 :]
+    return [[driver.in_manager[step] for step in best] for driver in drivers]
+
+
 def _compared(name: str, times: list[list[float]]) -> dict[str, Any]:
-    vllm, ours = times
-    ratios = [a / b for a, b in zip(vllm, ours, strict=True)]
+    pairs = list(zip(*times, strict=True))
     return {
-        f"{name}_vllm": statistics.median(vllm) / 1000,
-        f"{name}_kvpager": statistics.median(ours) / 1000,
-        f"{name}_ratio": statistics.median(ratios),
+        f"{name}_vllm": statistics.median(vllm for vllm, _ in pairs) / 1000,
+        f"{name}_kvpager": statistics.median(ours for _, ours in pairs) / 1000,
+        f"{name}_ratio": statistics.median(vllm / ours for vllm, ours in pairs),
     }
 
 
@@ -164,6 +171,7 @@ class Driver:
             self.scheduler.kv_cache_manager = self.clock
         self.requests = arriving(load)
         self.in_manager: list[float] = []
+        self.shares: list[float] = []
         self.in_schedule: list[float] = []
         self.in_step: list[float] = []
         self.schedule_of_tokens: list[int] = []
@@ -178,7 +186,7 @@ class Driver:
         """Until everybody decodes, or the mix of arriving and leaving is as it stays."""
         for _ in range(60):
             self.step()
-        for times in (self.in_manager, self.in_schedule, self.in_step, self.schedule_of_tokens):
+        for times in (self.in_manager, self.shares, self.in_schedule, self.in_step, self.schedule_of_tokens):
             times.clear()
 
     def step(self) -> None:
@@ -186,20 +194,43 @@ class Driver:
         self._arrive()
         if self.clock is not None:
             self.clock.spent = 0
-        began = time.perf_counter_ns()
+        watch = Stopwatch()
         output = self.scheduler.schedule()
-        scheduled = time.perf_counter_ns()
+        scheduled = watch.processor_time()
         self._pending.append(output)
         answers = answer(self._pending[0], self.scheduler.requests)
-        resumed = time.perf_counter_ns()
+        watch.go_on()
         if len(self._pending) > self.load.is_async:
             self.scheduler.update_from_output(self._pending.pop(0), answers)
-        ended = time.perf_counter_ns()
-        self.in_schedule.append(scheduled - began)
-        self.in_step.append(scheduled - began + ended - resumed)
+        whole = watch.processor_time()
+        self.in_schedule.append(scheduled)
+        self.in_step.append(whole)
         self.schedule_of_tokens.append(output.total_num_scheduled_tokens)
         if self.clock is not None:
             self.in_manager.append(max(1, self.clock.spent))
+            self.shares.append(watch.share_of_processor())
+
+
+class Stopwatch:
+    """Processor time of this thread, and how much of the time it had a processor at all. Nanoseconds."""
+
+    def __init__(self) -> None:
+        self._processor = self._wall = 0
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._wall -= time.perf_counter_ns()
+        self._processor -= time.thread_time_ns()
+
+    def processor_time(self) -> int:
+        """So far; the watch stands still until it goes on."""
+        self._processor += time.thread_time_ns()
+        self._wall += time.perf_counter_ns()
+        return self._processor
+
+    def share_of_processor(self) -> float:
+        """Others may have had the processor meanwhile: 1 if none had."""
+        return self._processor / self._wall
 
 
 class Clock:

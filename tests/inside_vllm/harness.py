@@ -13,7 +13,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-ENGINE = {"dtype": "float32", "block_size": 16, "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
+ENGINE = {
+    "dtype": "float32",
+    "block_size": 16,
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "prefix_caching_hash_algo": "sha256_cbor",
+    "seed": 0,
+}
 SHARED = 500
 """Tokens that all prompts of the roomy scenario begin with."""
 
@@ -69,6 +76,7 @@ def run(
     environment = os.environ | {
         "KVPAGER_VLLM": "1" if manager == "kvpager" else "0",
         "KVPAGER_VLLM_EVICTION": eviction,
+        "KVPAGER_VLLM_HASH": "1" if eviction == "dead_first" else "0",  # so that either hashing is seen at work
         "KVPAGER_VLLM_PROBE": str(probe),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if in_child else "0",
     }
