@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -39,3 +40,15 @@ def test_every_version_is_on_the_page() -> None:
 
     for version, module in VERSIONS.items():
         assert f"**{version}**" in PAGE.read_text() and (INTEGRATION / f"{module}.py").is_file()
+
+
+def test_the_benchmark_runs_and_both_managers_decide_the_same(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.vllm_scheduler", "--steps", "20", "--only", "small pool"]
+    environment = os.environ | {"KVPAGER_VLLM_PROBE": "", "KVPAGER_VLLM_EVICTION": "recency"}
+    done = subprocess.run(
+        [*command, "--json", str(result)], capture_output=True, text=True, env=environment, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (row,) = json.loads(result.read_text())
+    assert row["manager_ratio"] > 1 and row["steps"] == 20

@@ -269,10 +269,7 @@ class SchedulerManager:
 
 
 def refuse_pool_walkers(scheduler: Any) -> None:
-    """Say no at start to a connector that would walk the old pool's private lists later. Raises ``ConfigError``.
-
-    vLLM hands the manager no connector; the scheduler that is being built has it.
-    """
+    """Say no at start to a connector that would walk the old pool's private lists later. Raises ``ConfigError``."""
     connectors = [getattr(scheduler, "connector", None)]
     while connectors:
         connector = connectors.pop()

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from vllm import envs
@@ -79,7 +80,7 @@ class KVCacheManager(SchedulerManager):
         metrics_collector: Any = None,
         watermark: float = 0.0,
     ) -> None:
-        refuse_pool_walkers(sys._getframe(1).f_locals.get("self"))
+        refuse_pool_walkers(_scheduler_being_built())
         config = cache_config(kv_cache_config, hash_block_size, dcp_world_size, pcp_world_size, enable_caching)
         if enable_caching and len(config.groups) > 1 and scheduler_block_size != config.alignment:
             raise ConfigError(
@@ -112,6 +113,17 @@ class KVCacheManager(SchedulerManager):
     def as_host_event(self, event: KVCacheEvent) -> Any:
         """The same event in vLLM's class, hashes converted as its configuration says."""
         return as_vllm_event(event)
+
+
+def _scheduler_being_built() -> Any:
+    """Who builds this manager: vLLM hands it no connector, but the scheduler that is being built has one already."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, vllm_scheduler.Scheduler):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def _update_request_as_session(scheduler: Any, session: Any, update: Any) -> None:
