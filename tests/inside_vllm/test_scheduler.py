@@ -164,6 +164,21 @@ def test_sessions_of_a_hybrid_model_do_not_push_each_other_out(monkeypatch: pyte
     assert hits_of_sessions_in_turn(KVPAGER, 3) == [416] * 3 + [432] * 3
 
 
+@pytest.mark.parametrize("kind", [KVPAGER, VLLM])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_states_at_boundaries_passed_while_decoding_are_hit(kind: Any, is_async: bool) -> None:
+    host = scheduler(kind, specs=SPECS["full and Mamba"], is_async=is_async)
+    host.add_request(request("a", range(40), max_tokens=40))
+    pending: deque[Any] = deque()
+    while host.requests:
+        pending.append(host.schedule())
+        if len(pending) > is_async:
+            output = pending.popleft()
+            host.update_from_output(output, answers(output, {"a": [7]}))
+            check(host)
+    assert hit_of(host, [*range(40), *[7] * 40, 1, 2, 3]) == 64
+
+
 # -- loads --------------------------------------------------------------------------------------
 
 

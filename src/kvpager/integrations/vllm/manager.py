@@ -12,6 +12,7 @@ from typing import Any
 
 from ... import check as kvpager_check
 from ... import manager as kvpager_manager
+from ...attention import Mamba
 from ...blocks import KVCacheBlocks
 from ...config import CacheConfig
 from ...errors import ConfigError
@@ -27,9 +28,14 @@ logger = logging.getLogger("vllm.kvpager")
 
 
 class _Manager(kvpager_manager.KVCacheManager):
-    """As vLLM's scheduler needs it: ``waiting_for_load`` is the status of its requests whose load is under way."""
+    """As vLLM's scheduler needs it.
+
+    ``waiting_for_load`` is the status of its requests whose load is under way. ``samples_end_steps``: there are Mamba
+    states to cache and no drafts, so each sampled token was the only one of its step.
+    """
 
     waiting_for_load: Any
+    samples_end_steps: bool
 
     def lacks_something(self, request: Any) -> bool:
         """Whether blocks are gone that the request would go on from at its computed tokens. O(groups)."""
@@ -45,8 +51,12 @@ class _Manager(kvpager_manager.KVCacheManager):
             # The load failed, and what the rest would read is gone: it starts over. vLLM looks for hits next.
             self.free(request)
             request.num_computed_tokens = 0
-        else:
-            super().cache_blocks(request, num_computed_tokens)
+            return
+        if self.samples_end_steps and request.status is not self.waiting_for_load:
+            # Sampled asynchronously: the step that gave the last token ended here, which nobody knew to be a token's
+            # end when it was planned.
+            self.coordinator.step_ends(request.request_id, num_computed_tokens)
+        super().cache_blocks(request, num_computed_tokens)
 
     # vLLM has no way to refuse a request: one that says max_tokens=10**6 would block its queue for ever, though it
     # may well end after ten. So what counts is what a request has by now.
@@ -96,6 +106,8 @@ class SchedulerManager:
             event_source=event_source,
         )
         self.manager.waiting_for_load = self.waiting_for_load
+        aligned = [spec for spec in config.specs if isinstance(spec, Mamba) and spec.mode == "align"]
+        self.manager.samples_end_steps = bool(aligned) and not any(spec.num_speculative_states for spec in aligned)
         self.manager.block_pool.reserve(num_sink_blocks)
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
