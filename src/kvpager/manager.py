@@ -641,18 +641,20 @@ class KVCacheManager:
 
     def _commit_step(self, holding: Holding, tokens: TokenRanges, num_new_tokens: int, delay: bool) -> None:
         request = holding.request
+        limit = holding.commit_limit
+        if not delay and limit is not None and request.num_computed_tokens <= limit:
+            # What a load did not bring is computed here after all, states included.
+            self.coordinator.uncommit(request.request_id, request.num_computed_tokens)
+            holding.commit_limit = None
         if self._commits(holding):
             if tokens.num_computed > tokens.num_local:
                 self.coordinator.step_ends(request.request_id, tokens.num_computed)
             if num_new_tokens and tokens.num_main <= request.num_tokens:
                 self.coordinator.step_ends(request.request_id, tokens.num_main)
         if delay:
-            limit = tokens.num_local if holding.commit_limit is None else holding.commit_limit
-            holding.commit_limit = min(limit, tokens.num_local)
+            holding.commit_limit = tokens.num_local if limit is None else min(limit, tokens.num_local)
             holding.load_end = tokens.num_computed
         else:
-            if holding.commit_limit is not None and request.num_computed_tokens <= holding.commit_limit:
-                holding.commit_limit = None  # what a load did not bring is computed here after all
             self._commit(holding, min(tokens.num_main, request.num_tokens))
         self._find_bounds(holding)
 

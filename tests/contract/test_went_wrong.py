@@ -215,6 +215,18 @@ def test_tokens_of_a_load_under_way_were_committed_by_the_next_ordinary_call() -
     assert manager.get_computed_blocks(request_of(manager, "b", 20))[1] == 16
 
 
+def test_state_of_a_load_that_did_not_arrive_was_committed() -> None:
+    """Found by the stateful run, beside the row above: what the load promised at token 4 was never there."""
+    manager = manager_of(FULL, Mamba(block_size=4))
+    request = request_of(manager, "a", 16)
+    assert admit(manager, request, 0, num_external_computed_tokens=4, delay_cache_blocks=True) == 0
+    manager.cache_blocks(request, 0)
+    request.num_computed_tokens = 0
+    assert prefill(manager, request, 8)  # computes everything itself, in a step that ends at 8
+    states = {h for h, group in manager.block_pool.index() if group == 1}
+    assert states == {request.block_hashes[1]}
+
+
 def test_hit_statistics_counted_once_per_retry() -> None:
     manager = manager_of(FULL, num_blocks=10, log_stats=True)
     leave_behind(manager, "a", 16)
