@@ -12,7 +12,6 @@ fi
 # shellcheck disable=SC1091
 . "$ORACLE/env.sh"
 "$ORACLE/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps . 2>/dev/null
-# torchvision beside a CPU build of torch needs two operators declared first.
-plugin="../shared/oracle"
-if [ -e "$plugin/torchvision_ops.py" ]; then export PYTHONPATH="$plugin${PYTHONPATH:+:$PYTHONPATH}"; fi
+# Its sitecustomize lets torchvision import beside a CPU build of torch.
+export PYTHONPATH="$PWD/tests/inside_vllm/path${PYTHONPATH:+:$PYTHONPATH}"
 exec "$ORACLE/bin/python" "$@"
