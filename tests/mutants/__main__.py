@@ -31,8 +31,8 @@ TESTS = [
     "tests/contract/test_stateful.py",
     "tests/contract/test_scheduler_progress.py",
 ]
-HANGS = 400
-"""Seconds after which the tests of a faulty package count as failed: they take a quarter of that on a good one."""
+HANGS = 240
+"""Seconds after which the tests of a faulty package count as failed: they take a third of that on a good one."""
 IMPORTED_EARLY = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 # An editable install would be found before the copy: its finder goes first.
 RUN = """

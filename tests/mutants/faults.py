@@ -37,9 +37,9 @@ FAULTS = [
     ),
     Fault(
         "coordinator.py",
-        "before_gap = (start - 1) * group.block_size - group.hit_margin",
-        "before_gap = (start - 1) * group.block_size",
-        "a hit before a gap forgets EAGLE's extra block",
+        "limit = len(prefixes[ids[0]]) * group.block_size if ids[0] in prefixes else cap",
+        "limit = cap",
+        "full attention takes a hit that it has not",
     ),
     Fault("coordinator.py", "shared = shared or length", "shared = 0", "junctions are never learnt"),
     Fault(
