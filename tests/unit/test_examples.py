@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -48,3 +49,28 @@ def test_the_example_prints_what_the_document_says(name: str) -> None:
     done = subprocess.run([sys.executable, ROOT / "examples" / name], capture_output=True, text=True, check=True)
     assert done.stdout.strip()
     assert done.stdout.strip() in (ROOT / "docs/embedding.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/embedding.md"])
+def test_the_python_of_the_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    runnable = [block for block in blocks if "import" in block]
+    assert runnable
+    for block in runnable:
+        exec(compile(block, page, "exec"), {})
+    if page == "README.md":
+        assert "num_hit_tokens=96" in capsys.readouterr().out
+
+
+def test_the_pages_link_to_files_that_are_there() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_make_targets_that_the_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE))
+        assert named <= targets, f"{page.name}: {named - targets}"
