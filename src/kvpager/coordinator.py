@@ -46,7 +46,6 @@ class KVCacheCoordinator:
         eagle_groups = flagged or frozenset(range(len(config.groups)) if use_eagle else ())
         check_eagle(config.specs, eagle_groups)
         self.alignment = config.alignment
-        self.eagle_group_ids = eagle_groups
         self.block_pool = pool
         self.single_type_managers = tuple(
             SingleTypeKVCacheManager(
@@ -115,13 +114,16 @@ class KVCacheCoordinator:
         cap = min(max_tokens, len(hashes) * self._hash_size) if self.can_hit else 0
         found = []
         for group in self.single_type_managers:
-            limit, ids = cap, [group.group_id]
+            ids = [group.group_id]
             if group.spec.needs_whole_prefix:
                 prefix = self.block_pool.prefix(ids, hashes, group.stride, cap // group.block_size)[0]
-                limit = len(prefix) * group.block_size
-            length = max(0, limit - group.hit_margin) // self.alignment * self.alignment
-            length = self._longest_run(group, ids, hashes, length)
-            found.append((group.lookup(hashes, length), length))
+                limit = len(prefix) * group.block_size - group.hit_margin
+                length = max(0, limit) // self.alignment * self.alignment
+                found.append((prefix.slice(0, length // group.block_size), length))
+            else:
+                length = max(0, cap - group.hit_margin) // self.alignment * self.alignment
+                length = self._longest_run(group, ids, hashes, length)
+                found.append((group.lookup(hashes, length), length))
         return found
 
     def _longest_run(
@@ -268,16 +270,6 @@ class KVCacheCoordinator:
         self.block_pool.new_step_starts()
 
     # -- bounds --------------------------------------------------------------------------------
-
-    def lowest_computed(self, request_id: str, num_prompt_tokens: int) -> int:
-        """The fewest computed tokens from which the request can go on. O(groups)."""
-        return max(
-            (
-                group.rule.lowest_computed(group.tables[request_id], num_prompt_tokens)
-                for group in self.single_type_managers
-            ),
-            default=0,
-        )
 
     def num_slots(self, request_id: str) -> int:
         """Token slots that the request's tables have. O(groups)."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...blocks import Block, GroupBlocks
 from ...manager import KVCacheManager
-from ...pool import NULL_BLOCK, BlockList, BlockPool
+from ...pool import BlockList, BlockPool
 from ...single_type import SingleTypeKVCacheManager, TokenRanges
 
 __all__ = ["ConnectorBlockPool", "Coordinator", "GroupView"]
@@ -36,11 +37,11 @@ class ConnectorBlockPool:
         """The part of the blocks that is in use, 0 to 1."""
         return self._pool.usage
 
-    def touch(self, blocks: Iterable[PoolBlock | Block | int]) -> None:
+    def touch(self, blocks: Iterable[Block | int]) -> None:
         """Take a reference to each block; null blocks are passed over."""
         self._pool.touch(_ids(blocks))
 
-    def free_blocks(self, ordered_blocks: Iterable[PoolBlock | Block | int]) -> None:
+    def free_blocks(self, ordered_blocks: Iterable[Block | int]) -> None:
         """Return blocks that were popped or touched; null blocks are passed over."""
         self._pool.free_blocks(_ids(ordered_blocks))
 
@@ -49,7 +50,7 @@ class ConnectorBlockPool:
         self._pool.evict_blocks(block_ids)
 
 
-def _ids(blocks: Iterable[PoolBlock | Block | int]) -> list[int]:
+def _ids(blocks: Iterable[Block | int]) -> list[int]:
     ids = (block if isinstance(block, int) else block.block_id for block in blocks)
     return [block_id for block_id in ids if block_id]
 
@@ -70,23 +71,11 @@ class _AllBlocks(Sequence["PoolBlock"]):
         return [PoolBlock(self._pool, block_id, self._num_groups) for block_id in ids]
 
 
-class PoolBlock:
+@dataclass(frozen=True)
+class PoolBlock(Block):
     """A block as vLLM's pool shows it: its hash has the group behind it, as four bytes, most significant first."""
 
-    __slots__ = ("_num_groups", "_pool", "block_id")
-
-    def __init__(self, pool: BlockPool, block_id: int, num_groups: int) -> None:
-        self._pool, self.block_id, self._num_groups = pool, block_id, num_groups
-
-    @property
-    def is_null(self) -> bool:
-        """Whether this is the placeholder for a position nobody reads."""
-        return self.block_id == NULL_BLOCK
-
-    @property
-    def ref_cnt(self) -> int:
-        """References to the block."""
-        return self._pool.ref_count(self.block_id)
+    _num_groups: int
 
     @property
     def block_hash(self) -> bytes | None:
