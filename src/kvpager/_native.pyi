@@ -1,7 +1,7 @@
 """The compiled part: what is touched per token or per block. Not public; use the modules above it."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,31 @@ from .pool import EvictionOrder
 from .request import RequestLike
 from .stats import ResidencySampler
 
-def hash_chain(
-    token_ids: Any, block_size: int, parent: bytes, suffixes: Sequence[bytes] | None, cbor: bool
-) -> list[bytes]:
-    """The hash of every full block; suffixes (one a block, or None) go behind its tokens in the message."""
+@final
+class BlockHashes(Sequence[bytes]):
+    """The hashes (32 bytes each) of a growing sequence's full blocks, in one piece of memory.
+
+    ``parent`` stands before the first block; ``cbor`` picks the message format. Equal to a list or tuple of
+    the same hashes; a slice is a list.
+    """
+
+    def __init__(self, block_size: int, parent: bytes, cbor: bool) -> None: ...
+    def extend(self, token_ids: Any, suffixes: Sequence[bytes] | None = None) -> None:
+        """Hash the blocks of ``token_ids``, the whole sequence, that are full and have no hash yet.
+
+        ``suffixes`` (one for each of these blocks) go behind its tokens in the message. O(new tokens).
+        """
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __iter__(self) -> Iterator[bytes]: ...
+    def index(self, value: Any, *range: int) -> int: ...
+    def count(self, value: Any) -> int: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __repr__(self) -> str: ...
 
 def token_list(token_ids: Any) -> list[int]:
     """A new list of checked token ids."""

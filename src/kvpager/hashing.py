@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy.typing as npt
 
 from . import _native
+from ._native import BlockHashes
 from .config import CacheConfig
 from .errors import ConfigError, InvalidRequestError
 from .extra_keys import ExtraKey
@@ -24,6 +25,7 @@ __all__ = [
     "MAX_TOKEN_ID",
     "Algorithm",
     "BlockHasher",
+    "BlockHashes",
     "TokenIds",
     "hash_blocks",
     "root_hash",
@@ -40,6 +42,8 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any] | memoryview
 
 ExtraKeysPerBlock: TypeAlias = Sequence[Sequence[ExtraKey] | None]
 
+Sequence.register(BlockHashes)
+
 _ROOT_MAGIC = b"kvpager block hash\x01"  # the last byte is the format version
 
 
@@ -50,7 +54,7 @@ def hash_blocks(
     parent: bytes | None = None,
     extra_keys: ExtraKeysPerBlock | None = None,
     algorithm: Algorithm = "sha256",
-) -> list[bytes]:
+) -> BlockHashes:
     """The hash (32 bytes) of every full block of ``token_ids``; a partial block at the end has none.
 
     ``parent`` is the hash of the block in front of the first one, or a `root_hash`; None stands for the
@@ -61,8 +65,9 @@ def hash_blocks(
     _check_block_size(block_size)
     cbor = _check_algorithm(algorithm) == "sha256_cbor"
     first = root_hash(algorithm=algorithm) if parent is None else _check_parent(parent)
-    suffixes = None if extra_keys is None else _suffixes(extra_keys, cbor)
-    return _native.hash_chain(token_ids, block_size, first, suffixes, cbor)
+    hashes = BlockHashes(block_size, first, cbor)
+    hashes.extend(token_ids, None if extra_keys is None else _suffixes(extra_keys, cbor))
+    return hashes
 
 
 def token_list(token_ids: TokenIds) -> list[int]:
@@ -113,20 +118,19 @@ class BlockHasher:
         """The hasher that fits a cache: its hash block size and its namespace."""
         return cls(config.hash_size, config.namespace, seed, algorithm)
 
-    def extend(
-        self, block_hashes: Sequence[bytes], token_ids: TokenIds, extra_keys: ExtraKeysPerBlock | None = None
-    ) -> list[bytes]:
-        """The hashes of the full blocks of ``token_ids``, which follow the blocks of ``block_hashes``.
+    def start(self) -> BlockHashes:
+        """The hashes of a sequence that has no full block yet."""
+        return BlockHashes(self.hash_size, self.root, self.algorithm == "sha256_cbor")
 
-        Only new hashes are returned. O(tokens given).
+    def extend(
+        self, block_hashes: BlockHashes, token_ids: TokenIds, extra_keys: ExtraKeysPerBlock | None = None
+    ) -> None:
+        """Append the hashes of the blocks of ``token_ids``, the whole sequence, that have become full.
+
+        ``extra_keys`` has one entry for each of these. O(new tokens). Raises as `hash_blocks`.
         """
-        return hash_blocks(
-            token_ids,
-            block_size=self.hash_size,
-            parent=block_hashes[-1] if block_hashes else self.root,
-            extra_keys=extra_keys,
-            algorithm=self.algorithm,
-        )
+        cbor = self.algorithm == "sha256_cbor"
+        block_hashes.extend(token_ids, None if extra_keys is None else _suffixes(extra_keys, cbor))
 
 
 def _suffix(keys: Sequence[ExtraKey], cbor: bool) -> bytes:

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from .errors import InvalidRequestError
 from .extra_keys import ContentKeys, LoRA, MultiModalItem, PlainKey, PromptEmbeds
-from .hashing import HASH_BYTES, MAX_TOKEN_ID, BlockHasher, TokenIds, token_list
+from .hashing import HASH_BYTES, MAX_TOKEN_ID, BlockHasher, BlockHashes, TokenIds, token_list
 
 __all__ = ["EventSource", "Request", "RequestLike", "RequestStatus"]
 
@@ -110,6 +110,30 @@ class Request:
     scheduler's to write; everything else is read only. Raises ``InvalidRequestError``.
     """
 
+    # Slots: the compiled step reads them where they lie, and a misspelt attribute is an error.
+    __slots__ = (
+        "__weakref__",
+        "_block_hasher",
+        "_content",
+        "all_token_ids",
+        "arrival_time",
+        "block_hashes",
+        "max_tokens",
+        "num_computed_tokens",
+        "num_encoder_tokens",
+        "num_in_flight_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "priority",
+        "request_id",
+        "skip_reading_prefix_cache",
+        "status",
+    )
+
+    all_token_ids: list[int]
+    block_hashes: Sequence[bytes]
+
     def __init__(
         self,
         request_id: str,
@@ -128,13 +152,15 @@ class Request:
         self._content = ContentKeys(
             lora=lora, multimodal=tuple(multimodal), cache_salt=cache_salt, prompt_embeds=prompt_embeds
         )
-        self.all_token_ids: list[int] = _prompt_tokens(request_id, prompt_token_ids, self._content)
+        self.all_token_ids = _prompt_tokens(request_id, prompt_token_ids, self._content)
         self._init(request_id, len(self.all_token_ids), max_tokens, priority, arrival_time)
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         if block_hasher is not None and not isinstance(block_hasher, BlockHasher):
             raise InvalidRequestError(f"block_hasher must be a BlockHasher or None, got {block_hasher!r}")
         self._block_hasher = block_hasher
-        self._extend_block_hashes()
+        if block_hasher is not None:
+            self.block_hashes = block_hasher.start()
+            self._extend_block_hashes(block_hasher)
 
     @classmethod
     def from_hashes(
@@ -178,7 +204,7 @@ class Request:
         self.max_tokens = max_tokens
         self.priority = priority
         self.arrival_time = arrival_time
-        self.block_hashes: list[bytes] = []
+        self.block_hashes = []
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
@@ -221,13 +247,14 @@ class Request:
             self.num_tokens = num_tokens = self.num_tokens + 1
             hasher = self._block_hasher
             if hasher is not None and num_tokens % hasher.hash_size == 0:
-                self._extend_block_hashes()
+                self._extend_block_hashes(hasher)
             return
         tokens = token_list(cast(TokenIds, [token_ids] if _is_integer(token_ids) else token_ids))
         self.num_tokens += len(tokens)
         if self.has_token_ids:
             self.all_token_ids += tokens
-            self._extend_block_hashes()
+            if self._block_hasher is not None:
+                self._extend_block_hashes(self._block_hasher)
 
     def extra_keys(self, block_start: int, block_end: int) -> tuple[PlainKey, ...] | None:
         """What besides tokens goes into the block of tokens ``[block_start, block_end)``, for events.
@@ -239,14 +266,12 @@ class Request:
             return None
         return tuple(key.plain for key in self._content.for_block(block_start, block_end)) or None
 
-    def _extend_block_hashes(self) -> None:
-        hasher = self._block_hasher
-        if hasher is None or self.num_tokens < (len(self.block_hashes) + 1) * hasher.hash_size:
-            return
-        first, size = len(self.block_hashes), hasher.hash_size
-        tokens = self.all_token_ids[first * size :] if first else self.all_token_ids
-        keys = self._content.for_blocks(first, self.num_tokens // size - first, size)
-        self.block_hashes += hasher.extend(self.block_hashes, tokens, keys)
+    def _extend_block_hashes(self, hasher: BlockHasher) -> None:
+        hashes = cast(BlockHashes, self.block_hashes)
+        first, size = len(hashes), hasher.hash_size
+        hasher.extend(
+            hashes, self.all_token_ids, self._content.for_blocks(first, self.num_tokens // size - first, size)
+        )
 
     def __repr__(self) -> str:
         return (

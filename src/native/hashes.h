@@ -5,33 +5,51 @@
 
 #include "errors.h"
 #include "hash_index.h"
+#include "hashing.h"
 
 namespace kvpager {
 
-// The hashes of one group: its block at position i ends with hash block (i + 1) * stride - 1.
-// Nothing may run Python code while this is read, since a list can change.
+// The hashes of one group: its block at position i ends with hash block (i + 1) * stride - 1. They are
+// BlockHashes, or any sequence of bytes. Nothing may run Python code while this is read, since they can change.
 class Hashes {
 public:
     Hashes(nanobind::handle source, int64_t stride) : stride_(stride) {
         if (stride < 1) raise(invalid_request_error, "stride must be at least 1, got %lld", static_cast<long long>(stride));
-        held_ = nanobind::steal(PySequence_Fast(source.ptr(), "block hashes must be a sequence of bytes"));
-        if (!held_.is_valid()) throw nanobind::python_error();
-        items_ = PySequence_Fast_ITEMS(held_.ptr());
-        num_positions_ = PySequence_Fast_GET_SIZE(held_.ptr()) / stride;
+        held_ = in_place(source);
+        if (nanobind::isinstance<BlockHashes>(held_)) {
+            std::span<const Hash> all = nanobind::inst_ptr<BlockHashes>(held_)->all();
+            compact_ = all.data();
+            num_positions_ = static_cast<int64_t>(all.size()) / stride;
+        } else {
+            items_ = PySequence_Fast_ITEMS(held_.ptr());
+            num_positions_ = PySequence_Fast_GET_SIZE(held_.ptr()) / stride;
+        }
+    }
+
+    // The same hashes as something that is read without running Python.
+    static nanobind::object in_place(nanobind::handle source) {
+        if (nanobind::isinstance<BlockHashes>(source)) return nanobind::borrow(source);
+        nanobind::object fast = nanobind::steal(PySequence_Fast(source.ptr(), "block hashes must be a sequence of bytes"));
+        if (!fast.is_valid()) throw nanobind::python_error();
+        return fast;
     }
 
     // How many positions have a hash.
     int64_t num_positions() const { return num_positions_; }
 
     Digest operator[](int64_t position) const {
-        PyObject* hash = item(position);
+        if (compact_ != nullptr) return compact_[index(position)].bytes;
+        PyObject* hash = items_[index(position)];
         if (!PyBytes_Check(hash) || PyBytes_GET_SIZE(hash) != static_cast<Py_ssize_t>(digest_bytes)) refuse(position);
         return reinterpret_cast<Digest>(PyBytes_AS_STRING(hash));
     }
 
     void prefetch_hash(int64_t position) const {
-        if (position < num_positions_) {
-            auto* hash = reinterpret_cast<const char*>(item(position));
+        if (position >= num_positions_) return;
+        if (compact_ != nullptr) {
+            prefetch(&compact_[index(position)]);
+        } else {
+            auto* hash = reinterpret_cast<const char*>(items_[index(position)]);
             prefetch(hash);
             prefetch(hash + 64);
         }
@@ -46,14 +64,15 @@ public:
     }
 
 private:
-    PyObject* item(int64_t position) const { return items_[(position + 1) * stride_ - 1]; }
+    int64_t index(int64_t position) const { return (position + 1) * stride_ - 1; }
     [[noreturn]] void refuse(int64_t position) const {
         raise(invalid_request_error, "block hash %lld is %R; a hash is %zu bytes",
-              static_cast<long long>((position + 1) * stride_ - 1), item(position), digest_bytes);
+              static_cast<long long>(index(position)), items_[index(position)], digest_bytes);
     }
 
     nanobind::object held_;
-    PyObject** items_;
+    const Hash* compact_ = nullptr;  // either these
+    PyObject** items_ = nullptr;     // or those
     int64_t stride_;
     int64_t num_positions_;
 };

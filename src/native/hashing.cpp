@@ -7,29 +7,44 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdint>
 #include <cstring>
-#include <span>
-#include <vector>
+#include <utility>
 
 #include "errors.h"
 #include "tokens.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace kvpager {
 
 namespace {
 
-constexpr size_t hash_bytes = SHA256_DIGEST_LENGTH;
+constexpr size_t sha_block = SHA256_CBLOCK;
+static_assert(digest_bytes == SHA256_DIGEST_LENGTH);
 // Below this many tokens letting go of the GIL costs more than it gives.
 constexpr size_t gil_threshold = 512;
 
-void sha256(const uint8_t* message, size_t size, uint8_t* digest) {
+void put_big_endian(uint8_t* out, uint64_t value, int bytes) {
+    for (int i = bytes - 1; i >= 0; --i, value >>= 8) out[i] = static_cast<uint8_t>(value);
+}
+
+// The room that a message of `size` bytes needs: `sha256` pads it in place.
+constexpr size_t padded(size_t size) { return (size + 1 + 8 + sha_block - 1) / sha_block * sha_block; }
+
+// The padding of FIPS 180-4, section 5.1.1, is put here, so that libcrypto compresses whole blocks straight
+// from the message and copies nothing: SHA256_Final then has nothing left to do.
+Hash sha256(uint8_t* message, size_t size) {
+    size_t end = padded(size);
+    message[size] = 0x80;
+    std::memset(message + size + 1, 0, end - 8 - size - 1);
+    put_big_endian(message + end - 8, uint64_t{size} * 8, 8);
     SHA256_CTX context;
     SHA256_Init(&context);
-    SHA256_Update(&context, message, size);
-    SHA256_Final(digest, &context);
+    SHA256_Update(&context, message, end);
+    Hash hash;
+    for (size_t i = 0; i < digest_bytes / 4; ++i) put_big_endian(&hash.bytes[4 * i], context.h[i], 4);
+    return hash;
 }
 
 using Suffix = std::span<const uint8_t>;
@@ -74,19 +89,20 @@ public:
     static constexpr uint8_t no_keys[4] = {0, 0, 0, 0};
 
     CanonicalMessage(size_t block_size, size_t longest_suffix)
-        : block_size_(block_size), words_(9 + block_size + (longest_suffix + 3) / 4) {
+        : block_size_(block_size), words_(padded(4 * (9 + block_size) + longest_suffix) / 4) {
         words_[8] = little(static_cast<uint32_t>(block_size));
     }
 
-    size_t hash(const Tokens& tokens, size_t first, Suffix suffix, const uint8_t* parent, uint8_t* digest) {
+    // Leaves the hash in `hash`, which may be the parent. Returns the index of the first bad token, or npos.
+    size_t hash(const Tokens& tokens, size_t first, Suffix suffix, const Hash& parent, Hash& hash) {
         auto* message = reinterpret_cast<uint8_t*>(words_.data());
-        std::memcpy(message, parent, hash_bytes);
+        std::memcpy(message, parent.bytes, digest_bytes);
         if (size_t bad = tokens.load(first, block_size_, &words_[9]); bad != Tokens::npos) return bad;
         if constexpr (std::endian::native == std::endian::big) {
             for (size_t i = 0; i < block_size_; ++i) words_[9 + i] = little(words_[9 + i]);
         }
         uint8_t* end = put(message + 4 * (9 + block_size_), suffix);
-        sha256(message, end - message, digest);
+        hash = sha256(message, end - message);
         return Tokens::npos;
     }
 
@@ -106,19 +122,19 @@ public:
     static constexpr uint8_t no_keys[1] = {0xf6};  // null
 
     CborMessage(size_t block_size, size_t longest_suffix)
-        : tokens_(block_size), message_(3 + hash_bytes + 5 + 5 * block_size + longest_suffix) {
+        : tokens_(block_size), message_(padded(3 + digest_bytes + 5 + 5 * block_size + longest_suffix)) {
         message_[0] = 0x83;  // an array of three
         message_[1] = 0x58;  // a byte string whose length is in the next byte
-        message_[2] = hash_bytes;
+        message_[2] = digest_bytes;
     }
 
-    size_t hash(const Tokens& tokens, size_t first, Suffix suffix, const uint8_t* parent, uint8_t* digest) {
-        std::memcpy(&message_[3], parent, hash_bytes);
+    size_t hash(const Tokens& tokens, size_t first, Suffix suffix, const Hash& parent, Hash& hash) {
+        std::memcpy(&message_[3], parent.bytes, digest_bytes);
         if (size_t bad = tokens.load(first, tokens_.size(), tokens_.data()); bad != Tokens::npos) return bad;
-        uint8_t* end = head(&message_[3 + hash_bytes], 4, static_cast<uint32_t>(tokens_.size()));
+        uint8_t* end = head(&message_[3 + digest_bytes], 4, static_cast<uint32_t>(tokens_.size()));
         for (uint32_t token : tokens_) end = head(end, 0, token);
         end = put(end, suffix);
-        sha256(message_.data(), end - message_.data(), digest);
+        hash = sha256(message_.data(), end - message_.data());
         return Tokens::npos;
     }
 
@@ -140,65 +156,119 @@ private:
     std::vector<uint8_t> message_;
 };
 
-// Fills `hashes` (32 bytes a block). Returns the index of the first bad token, or npos. Needs no GIL.
+// Hashes `hashes.size()` blocks from token `first` on. Returns the index of the first bad token, or npos. Needs no GIL.
 template <typename Message>
-size_t hash_all(const Tokens& tokens, size_t block_size, Suffixes const& suffixes, const uint8_t* parent,
-                std::vector<uint8_t>& hashes) {
-    size_t num_blocks = hashes.size() / hash_bytes;
-    if (num_blocks > 0) {
+size_t hash_all(const Tokens& tokens, size_t first, size_t block_size, const Suffixes& suffixes, Hash parent,
+                std::vector<Hash>& hashes) {
+    if (!hashes.empty()) {
         Message message(block_size, suffixes.longest());
-        for (size_t block = 0; block < num_blocks; ++block) {
-            uint8_t* digest = &hashes[block * hash_bytes];
-            size_t bad = message.hash(tokens, block * block_size, suffixes[block], parent, digest);
+        for (size_t block = 0; block < hashes.size(); ++block, first += block_size) {
+            size_t bad = message.hash(tokens, first, suffixes[block], parent, hashes[block]);
             if (bad != Tokens::npos) return bad;
-            parent = digest;
+            parent = hashes[block];
         }
     }
-    return tokens.find_bad(num_blocks * block_size);
+    return tokens.find_bad(first);
 }
 
-nb::list as_bytes_list(const std::vector<uint8_t>& hashes) {
-    size_t num_blocks = hashes.size() / hash_bytes;
-    nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(num_blocks)));
-    if (!list.is_valid()) throw nb::python_error();
-    for (size_t block = 0; block < num_blocks; ++block) {
-        auto* digest = reinterpret_cast<const char*>(&hashes[block * hash_bytes]);
-        PyObject* bytes = PyBytes_FromStringAndSize(digest, hash_bytes);
-        if (bytes == nullptr) throw nb::python_error();
-        PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(block), bytes);
-    }
-    return list;
-}
+}  // namespace
 
-nb::list hash_chain(nb::handle token_ids, uint32_t block_size, nb::bytes parent, nb::handle suffixes, bool cbor) {
+BlockHashes::BlockHashes(uint32_t block_size, nb::bytes parent, bool cbor) : block_size_(block_size), cbor_(cbor) {
     if (block_size == 0) raise(PyExc_ValueError, "block_size must be at least 1");
-    if (parent.size() != hash_bytes) raise(PyExc_ValueError, "parent must be 32 bytes, got %zu", parent.size());
-    Tokens tokens(token_ids);
-    size_t num_blocks = tokens.size() / block_size;
-    Suffixes behind(suffixes, num_blocks, cbor ? Suffix(CborMessage::no_keys) : Suffix(CanonicalMessage::no_keys));
-    std::vector<uint8_t> hashes(num_blocks * hash_bytes);
-    auto* first_parent = static_cast<const uint8_t*>(parent.data());
+    if (parent.size() != digest_bytes) raise(PyExc_ValueError, "parent must be 32 bytes, got %zu", parent.size());
+    std::memcpy(parent_.bytes, parent.data(), digest_bytes);
+}
+
+void BlockHashes::extend(nb::handle token_ids, nb::handle suffixes) {
+    size_t done = hashes_.size();
+    Tokens tokens(token_ids, done * block_size_);
+    std::vector<Hash> fresh(tokens.size() / block_size_ - std::min(done, tokens.size() / block_size_));
+    Suffixes behind(suffixes, fresh.size(), cbor_ ? Suffix(CborMessage::no_keys) : Suffix(CanonicalMessage::no_keys));
+    const Hash parent = done == 0 ? parent_ : hashes_[std::min(done, hashes_.size()) - 1];
     auto run = [&] {
-        return cbor ? hash_all<CborMessage>(tokens, block_size, behind, first_parent, hashes)
-                    : hash_all<CanonicalMessage>(tokens, block_size, behind, first_parent, hashes);
+        size_t first = std::min(done * block_size_, tokens.size());
+        return cbor_ ? hash_all<CborMessage>(tokens, first, block_size_, behind, parent, fresh)
+                     : hash_all<CanonicalMessage>(tokens, first, block_size_, behind, parent, fresh);
     };
     size_t bad;
-    if (tokens.size() < gil_threshold) {
+    if (fresh.size() * block_size_ < gil_threshold) {
         bad = run();
     } else {
         nb::gil_scoped_release released;
         bad = run();
     }
     if (bad != Tokens::npos) tokens.refuse(bad);
-    return as_bytes_list(hashes);
+    if (hashes_.size() != done) {
+        raise(invalid_request_error, "block hashes were extended by somebody else at the same time; extend them in one thread");
+    }
+    if (done == 0) {
+        hashes_ = std::move(fresh);
+    } else {
+        hashes_.insert(hashes_.end(), fresh.begin(), fresh.end());
+    }
+}
+
+namespace {
+
+nb::bytes as_bytes(const Hash& hash) { return nb::bytes(hash.bytes, digest_bytes); }
+
+// Every `step`-th hash from `start` on, `count` of them.
+nb::list as_list(std::span<const Hash> hashes, Py_ssize_t start, Py_ssize_t step, Py_ssize_t count) {
+    nb::object list = nb::steal(PyList_New(count));
+    if (!list.is_valid()) throw nb::python_error();
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyList_SET_ITEM(list.ptr(), i, as_bytes(hashes[static_cast<size_t>(start + i * step)]).release().ptr());
+    }
+    return nb::borrow<nb::list>(list);
+}
+
+nb::list as_list(const BlockHashes& hashes) {
+    return as_list(hashes.all(), 0, 1, static_cast<Py_ssize_t>(hashes.all().size()));
+}
+
+nb::object item(const BlockHashes& self, nb::handle index) {
+    Py_ssize_t size = static_cast<Py_ssize_t>(self.all().size()), start, stop, step;
+    if (PySlice_Check(index.ptr())) {
+        if (PySlice_Unpack(index.ptr(), &start, &stop, &step) != 0) throw nb::python_error();
+        Py_ssize_t count = PySlice_AdjustIndices(size, &start, &stop, step);
+        return as_list(self.all(), start, step, count);
+    }
+    Py_ssize_t position = PyNumber_AsSsize_t(index.ptr(), PyExc_IndexError);
+    if (position == -1 && PyErr_Occurred()) throw nb::python_error();
+    if (position < 0) position += size;
+    if (position < 0 || position >= size) raise(PyExc_IndexError, "there are %zd block hashes", size);
+    return as_bytes(self.all()[static_cast<size_t>(position)]);
+}
+
+// Equal to any list or tuple of the same hashes.
+nb::object equals(const BlockHashes& self, nb::handle other) {
+    if (nb::isinstance<BlockHashes>(other)) {
+        std::span<const Hash> theirs = nb::inst_ptr<BlockHashes>(other)->all();
+        return nb::bool_(std::equal(self.all().begin(), self.all().end(), theirs.begin(), theirs.end()));
+    }
+    if (!PyList_Check(other.ptr()) && !PyTuple_Check(other.ptr())) return nb::borrow(Py_NotImplemented);
+    nb::object list = nb::steal(PySequence_List(other.ptr()));
+    if (!list.is_valid()) throw nb::python_error();
+    return nb::bool_(as_list(self).equal(list));
 }
 
 }  // namespace
 
 void bind_hashing(nb::module_& module) {
-    module.def("hash_chain", &hash_chain, nb::arg("token_ids").none(), nb::arg("block_size"), nb::arg("parent"),
-               nb::arg("suffixes").none(), nb::arg("cbor"),
-               "The hash of every full block; suffixes (one a block, or None) go behind its tokens in the message.");
+    nb::class_<BlockHashes> hashes(module, "BlockHashes", nb::is_final());
+    hashes
+        .def(nb::init<uint32_t, nb::bytes, bool>(), "block_size"_a, "parent"_a, "cbor"_a)
+        .def("extend", &BlockHashes::extend, "token_ids"_a.none(), "suffixes"_a = nb::none())
+        .def("__len__", [](const BlockHashes& self) { return self.all().size(); })
+        .def("__getitem__", &item, "index"_a)
+        .def("__iter__", [](const BlockHashes& self) { return nb::iter(as_list(self)); })
+        .def("index",
+             [](const BlockHashes& self, nb::handle value, nb::args range) { return as_list(self).attr("index")(value, *range); },
+             "value"_a.none(), "range"_a)
+        .def("count", [](const BlockHashes& self, nb::handle value) { return as_list(self).attr("count")(value); }, "value"_a.none())
+        .def("__eq__", &equals, "other"_a.none())
+        .def("__repr__", [](const BlockHashes& self) { return nb::repr(as_list(self)); });
+    hashes.attr("__hash__") = nb::none();  // it grows
     module.def("token_list", &token_list, nb::arg("token_ids").none(), "A new list of checked token ids.");
 }
 

@@ -10,54 +10,6 @@ namespace nb = nanobind;
 
 namespace kvpager {
 
-namespace {
-
-// Attribute names, made once.
-struct Names {
-    PyObject* num_computed_tokens = PyUnicode_InternFromString("num_computed_tokens");
-    PyObject* num_in_flight_tokens = PyUnicode_InternFromString("num_in_flight_tokens");
-    PyObject* num_prompt_tokens = PyUnicode_InternFromString("num_prompt_tokens");
-    PyObject* num_tokens = PyUnicode_InternFromString("num_tokens");
-    PyObject* block_hashes = PyUnicode_InternFromString("block_hashes");
-    PyObject* status = PyUnicode_InternFromString("status");
-    PyObject* name = PyUnicode_InternFromString("name");
-};
-
-const Names& names() {
-    static const Names made;
-    return made;
-}
-
-nb::object attribute(PyObject* object, PyObject* name) {
-    nb::object value = nb::steal(PyObject_GetAttr(object, name));
-    if (!value.is_valid()) throw nb::python_error();
-    return value;
-}
-
-// Null if there is none.
-nb::object optional_attribute(PyObject* object, PyObject* name) {
-    PyObject* value = nullptr;
-#if PY_VERSION_HEX >= 0x030d0000
-    int found = PyObject_GetOptionalAttr(object, name, &value);
-#else
-    int found = _PyObject_LookupAttr(object, name, &value);
-#endif
-    if (found < 0) throw nb::python_error();
-    return nb::steal(value);
-}
-
-// False: not an int, or too large for any token count.
-bool is_count(nb::handle value, int64_t& count) {
-    int overflow = 0;
-    if (!PyLong_Check(value.ptr())) return false;
-    count = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
-    return overflow == 0 && count >= 0 && count <= std::numeric_limits<int64_t>::max() / 4;
-}
-
-bool read_count(PyObject* object, PyObject* name, int64_t& count) { return is_count(attribute(object, name), count); }
-
-}  // namespace
-
 // -- holdings -----------------------------------------------------------------------------------
 
 Holding::Holding(nb::object request, nb::handle tables)
@@ -187,7 +139,7 @@ struct Stepper::Facts {
     int64_t num_prompt = 0;
     int64_t num_tokens = 0;
     int64_t num_to_keep = 0;  // free blocks that must be left
-    nb::object block_hashes;  // a tuple or list
+    nb::object block_hashes;  // in place
 
     int64_t num_processed() const { return std::max<int64_t>(0, num_computed - num_in_flight); }
 };
@@ -239,7 +191,7 @@ nb::object Stepper::appended(const Holding& holding) const {
 
 Stepper::Outcome Stepper::step(PyObject* request, int64_t num_new, const StepOptions& options) {
     int64_t computed;
-    if (!read_count(request, names().num_computed_tokens, computed)) return Outcome::not_ours;
+    if (!num_computed_tokens_.read_count(request, computed)) return Outcome::not_ours;
     const Holding* holding = holdings_->of(request);
     if (holding == nullptr) return Outcome::not_ours;
     if (is_quiet(*holding, computed, num_new, options)) return Outcome::quiet;
@@ -258,22 +210,20 @@ bool Stepper::is_quiet(const Holding& holding, int64_t computed, int64_t num_new
 }
 
 // False: something about the request is not as it should be.
-bool Stepper::read(PyObject* request, const StepOptions& options, Facts& facts) const {
-    nb::object in_flight = optional_attribute(request, names().num_in_flight_tokens);
+bool Stepper::read(PyObject* request, const StepOptions& options, Facts& facts) {
+    nb::object in_flight = num_in_flight_tokens_.find(request);
     if (in_flight.is_valid() && !is_count(in_flight, facts.num_in_flight)) return false;
-    if (!read_count(request, names().num_prompt_tokens, facts.num_prompt)) return false;
-    if (!read_count(request, names().num_tokens, facts.num_tokens)) return false;
+    if (!num_prompt_tokens_.read_count(request, facts.num_prompt)) return false;
+    if (!num_tokens_.read_count(request, facts.num_tokens)) return false;
     facts.num_to_keep = options.num_reserved;
     if (watermark_blocks_ > 0 && options.has_scheduled_reqs) {
-        nb::object status = attribute(attribute(request, names().status).ptr(), names().name);
+        nb::object status = name_.get(status_.get(request).ptr());
         if (!PyUnicode_Check(status.ptr())) return false;
         bool newcomer = PyUnicode_CompareWithASCIIString(status.ptr(), "WAITING") == 0 ||
                         PyUnicode_CompareWithASCIIString(status.ptr(), "PREEMPTED") == 0;
         if (newcomer) facts.num_to_keep += watermark_blocks_;
     }
-    nb::object hashes = attribute(request, names().block_hashes);
-    facts.block_hashes = nb::steal(PySequence_Fast(hashes.ptr(), "block_hashes must be a sequence of bytes"));
-    if (!facts.block_hashes.is_valid()) throw nb::python_error();
+    facts.block_hashes = Hashes::in_place(block_hashes_.get(request));
     return true;
 }
 
@@ -373,11 +323,15 @@ void Stepper::prefetch_ahead(PyObject* batch, int64_t index) const {
     Py_ssize_t size = PyTuple_GET_SIZE(batch);
     if (index + 8 < size) {
         PyObject* request = PyTuple_GET_ITEM(batch, index + 8);
-        prefetch(reinterpret_cast<const char*>(request) - 32);
         prefetch(request);
+        num_computed_tokens_.prefetch_slot(request);
         holdings_->prefetch_slot(request);
     }
-    if (index + 4 < size) holdings_->prefetch_holding(PyTuple_GET_ITEM(batch, index + 4));
+    if (index + 4 < size) {
+        PyObject* request = PyTuple_GET_ITEM(batch, index + 4);
+        num_computed_tokens_.prefetch_value(request);
+        holdings_->prefetch_holding(request);
+    }
 }
 
 int64_t Stepper::step_all(nb::handle requests, nb::handle counts, nb::handle num_lookahead, int64_t num_reserved,

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "attributes.h"
 #include "rules.h"
 
 namespace kvpager {
@@ -132,7 +133,7 @@ private:
     Outcome step(PyObject* request, int64_t num_new, const StepOptions& options);
     void prefetch_ahead(PyObject* batch, int64_t index) const;
     bool is_quiet(const Holding& holding, int64_t computed, int64_t num_new, const StepOptions& options) const;
-    bool read(PyObject* request, const StepOptions& options, Facts& facts) const;
+    bool read(PyObject* request, const StepOptions& options, Facts& facts);
     Outcome act(Holding& holding, int64_t num_new, const StepOptions& options, const Facts& facts);
     bool can_go_on(const Holding& holding, int64_t computed) const;
     int64_t plan(const Facts& facts, int64_t num_main, int64_t num_slots);
@@ -148,6 +149,13 @@ private:
     int64_t max_model_len_;
     bool commits_;
     int64_t watermark_blocks_;
+    Attribute num_computed_tokens_{"num_computed_tokens"};
+    Attribute num_in_flight_tokens_{"num_in_flight_tokens"};
+    Attribute num_prompt_tokens_{"num_prompt_tokens"};
+    Attribute num_tokens_{"num_tokens"};
+    Attribute block_hashes_{"block_hashes"};
+    Attribute status_{"status"};
+    Attribute name_{"name"};  // of the status
     // Scratch of the step under way.
     std::vector<int64_t> lengths_;  // of the tables, before they grow
     std::vector<Growth> growths_;

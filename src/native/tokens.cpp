@@ -7,6 +7,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "attributes.h"
 #include "errors.h"
 
 namespace nb = nanobind;
@@ -74,9 +75,9 @@ Item swap_bytes(Item item) {
 
 }  // namespace
 
-Tokens::Tokens(nb::handle source) {
+Tokens::Tokens(nb::handle source, size_t first) {
     if (nb::object sequence = as_fast_sequence(source.ptr()); sequence.is_valid()) {
-        take_sequence(sequence.ptr());
+        take_sequence(sequence.ptr(), first);
         return;
     }
     if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_RECORDS_RO) != 0) refuse_source(source.ptr());
@@ -92,14 +93,17 @@ Tokens::~Tokens() {
     if (view_.obj != nullptr) PyBuffer_Release(&view_);
 }
 
-void Tokens::take_sequence(PyObject* sequence) {
-    converted_.reserve(PySequence_Fast_GET_SIZE(sequence));
-    // The size is read anew each time: an item's __index__ may change the list.
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
-        nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(sequence, i));
-        converted_.push_back(as_token(i, item.ptr()));
+void Tokens::take_sequence(PyObject* sequence, size_t first) {
+    first_ = size_ = first;
+    // The size is read anew after whatever is no plain int: an item's __index__ may change the list.
+    while (size_ < static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence))) {
+        PyObject** items = PySequence_Fast_ITEMS(sequence);
+        converted_.resize(static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence)) - first);
+        while (size_ - first < converted_.size() && small_int(items[size_], converted_[size_ - first])) ++size_;
+        if (size_ - first == converted_.size()) break;
+        uint32_t token = as_token(size_, nb::borrow(items[size_]).ptr());
+        converted_[size_++ - first] = token;
     }
-    size_ = converted_.size();
     data_ = reinterpret_cast<const char*>(converted_.data());
     stride_ = sizeof(uint32_t);
     load_ = load_items<uint32_t, false>;
@@ -147,7 +151,7 @@ Tokens::Load Tokens::pick(bool swapped) {
 
 template <typename Item, bool swapped>
 size_t Tokens::load_items(const Tokens& tokens, size_t first, size_t count, uint32_t* out) {
-    const char* from = tokens.data_ + static_cast<ptrdiff_t>(first) * tokens.stride_;
+    const char* from = tokens.at(first);
     if constexpr (std::is_same_v<Item, uint32_t> && !swapped) {
         if (tokens.stride_ == sizeof(Item)) {
             std::memcpy(out, from, count * sizeof(Item));
@@ -206,10 +210,8 @@ nb::list list_from_sequence(PyObject* sequence) {
     if (!result.is_valid()) throw nb::python_error();
     for (Py_ssize_t i = 0, size = PyList_GET_SIZE(result.ptr()); i < size; ++i) {
         PyObject* item = PyList_GET_ITEM(result.ptr(), i);
-        if (PyLong_CheckExact(item)) {
-            checked(i, item);
-            continue;
-        }
+        uint32_t token;
+        if (small_int(item, token)) continue;
         nb::object integer = as_int(i, item);
         checked(i, integer.ptr());
         if (PyList_SetItem(result.ptr(), i, integer.release().ptr()) != 0) throw nb::python_error();

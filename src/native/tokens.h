@@ -16,8 +16,8 @@ class Tokens {
 public:
     static constexpr size_t npos = std::numeric_limits<size_t>::max();
 
-    // Throws InvalidRequestError for what holds no token ids.
-    explicit Tokens(nanobind::handle source);
+    // Those before `first` are not looked at. Throws InvalidRequestError for what holds no token ids.
+    explicit Tokens(nanobind::handle source, size_t first = 0);
     ~Tokens();
     Tokens(const Tokens&) = delete;
     Tokens& operator=(const Tokens&) = delete;
@@ -35,17 +35,20 @@ public:
     [[noreturn]] void refuse(size_t index) const;
 
 private:
+    const char* at(size_t index) const { return data_ + static_cast<ptrdiff_t>(index - first_) * stride_; }
+
     using Load = size_t (*)(const Tokens&, size_t, size_t, uint32_t*);
     template <typename Item, bool swapped>
     static size_t load_items(const Tokens& tokens, size_t first, size_t count, uint32_t* out);
     template <typename Item>
     static Load pick(bool swapped);
 
-    void take_sequence(PyObject* sequence);
+    void take_sequence(PyObject* sequence, size_t first);
     void take_buffer();
     static Load loader_for(const Py_buffer& view);
 
     size_t size_ = 0;
+    size_t first_ = 0;  // the token that `data_` starts with
     const char* data_ = nullptr;
     ptrdiff_t stride_ = 0;
     Load load_ = nullptr;

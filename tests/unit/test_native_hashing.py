@@ -6,15 +6,15 @@ import gc
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpager import _native
 from kvpager.errors import InvalidRequestError
-from kvpager.hashing import hash_blocks, token_list
+from kvpager.hashing import BlockHashes, hash_blocks, token_list
 from model import block_hashes
 
 PARENT = bytes(32)
@@ -110,9 +110,10 @@ def test_every_alignment_of_message_and_suffix(size: int, cbor: bool) -> None:
     tokens = rng.integers(0, 2 ** rng.integers(3, 33), 5 * size + 1)
     algorithm = "sha256_cbor" if cbor else "sha256"
     expected = block_hashes.hash_blocks(tokens, block_size=size, parent=PARENT, algorithm=algorithm)
-    assert _native.hash_chain(tokens, size, PARENT, None, cbor) == expected
-    suffixes = [b"\xf6" if cbor else bytes(4)] * (len(tokens) // size)
-    assert _native.hash_chain(tokens, size, PARENT, suffixes, cbor) == expected
+    for suffixes in (None, [b"\xf6" if cbor else bytes(4)] * (len(tokens) // size)):
+        hashes = BlockHashes(size, PARENT, cbor)
+        hashes.extend(tokens, suffixes)
+        assert hashes == expected
 
 
 def test_a_huge_block_size_costs_nothing_without_a_full_block() -> None:
@@ -120,19 +121,82 @@ def test_a_huge_block_size_costs_nothing_without_a_full_block() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ([1], 0, PARENT, None, False),
-        ([1], -1, PARENT, None, False),
-        ([1], 2**32, PARENT, None, False),
-        ([1], 1, b"short", None, False),
-        ([1], 1, "text", None, False),
-        ([1], 1, PARENT, [b"a", b"b"], False),
-        ([1], 1, PARENT, ["text"], False),
-        ([1], 1, PARENT, 5, False),
-        ([1], 1, PARENT, None),
-    ],
+    "as_tokens", [list, tuple, lambda tokens: array("I", tokens), lambda tokens: np.array(tokens, np.int64)]
 )
-def test_wrong_arguments_are_exceptions(arguments: Any) -> None:
+def test_hashes_grow_with_the_sequence(as_tokens: Any) -> None:
+    hashes = BlockHashes(4, PARENT, False)
+    for length in (0, 3, 4, 4, 11, 12, 40):
+        tokens = as_tokens([7 * i for i in range(length)])
+        hashes.extend(tokens)
+        assert hashes == block_hashes.hash_blocks(tokens, block_size=4, parent=PARENT, algorithm="sha256")
+    hashes.extend(as_tokens([1, 2]))  # shorter than what is hashed: nothing is new
+    assert len(hashes) == 10
+
+
+def test_hashes_are_a_sequence_of_bytes() -> None:
+    hashes = hash_blocks(range(5), block_size=1, parent=PARENT)
+    as_list = [hashes[i] for i in range(5)]
+    assert all(type(block_hash) is bytes and len(block_hash) == 32 for block_hash in as_list)
+    assert isinstance(hashes, Sequence) and list(hashes) == as_list and list(reversed(hashes)) == as_list[::-1]
+    assert [hashes[-1], hashes[-5]] == [as_list[4], as_list[0]]
+    for part in (slice(None), slice(1, 3), slice(None, None, -2), slice(9, 12), slice(-2, None)):
+        assert hashes[part] == as_list[part]
+    assert as_list[2] in hashes and PARENT not in hashes
+    assert (hashes.index(as_list[2]), hashes.count(as_list[2])) == (2, 1)
+    assert repr(hashes) == repr(as_list)
+    for index in (5, -6, 2**70):
+        with pytest.raises(IndexError):
+            hashes[index]
+    with pytest.raises(TypeError):
+        hashes["0"]  # type: ignore[call-overload]
+
+
+def test_hashes_equal_the_same_hashes() -> None:
+    hashes, longer = hash_blocks(range(3), block_size=1), hash_blocks(range(4), block_size=1)
+    others: list[Any] = [hash_blocks(range(3), block_size=1), list(hashes), tuple(hashes)]
+    assert all((hashes == other, hashes != other) == (True, False) for other in others)
+    different: list[Any] = [longer, list(longer), list(hashes)[:2], [*hashes[:2], "x"], None, 5, set(hashes)]
+    assert all((hashes == other, hashes != other) == (False, True) for other in different)
+    with pytest.raises(TypeError):
+        hash(hashes)
+
+
+def test_a_bad_token_adds_nothing() -> None:
+    hashes = BlockHashes(2, PARENT, False)
+    hashes.extend([1, 2])
+    for bad in ([1, 2, 3, -1], [1, 2, 3, 4, 2**32], [1, 2, "x", 4], array("q", [1, 2, -3, 4])):
+        with pytest.raises(InvalidRequestError, match=r"token_ids\[[234]\]"):
+            hashes.extend(bad)
+    with pytest.raises(InvalidRequestError, match="2 entries for 1"):
+        hashes.extend([1, 2, 3, 4], [b"", b""])
+    assert hashes == hash_blocks([1, 2], block_size=2, parent=PARENT)
+
+
+def test_hashes_extended_while_they_are_extended() -> None:
+    class Inner:
+        def __index__(self) -> int:
+            hashes.extend([1, 2, 3, 4])
+            return 2
+
+    hashes = BlockHashes(2, PARENT, False)
+    with pytest.raises(InvalidRequestError, match="somebody else"):
+        hashes.extend([1, Inner()])
+    assert hashes == hash_blocks([1, 2, 3, 4], block_size=2, parent=PARENT)
+
+
+@pytest.mark.parametrize("arguments", [(0, PARENT, False), (-1, PARENT, False), (2**32, PARENT, False)])
+def test_wrong_block_sizes_are_exceptions(arguments: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
-        _native.hash_chain(*arguments)
+        BlockHashes(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [(1, b"short", False), (1, "text", False), (1, PARENT)])
+def test_wrong_parents_are_exceptions(arguments: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        BlockHashes(*arguments)
+
+
+@pytest.mark.parametrize("suffixes", [[b"a", b"b"], ["text"], 5])
+def test_wrong_suffixes_are_exceptions(suffixes: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        BlockHashes(1, PARENT, False).extend([1], suffixes)

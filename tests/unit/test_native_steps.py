@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -43,11 +43,14 @@ class Odd(Request):
         self._prompt = value
 
 
+AnyRequest = TypeVar("AnyRequest", bound=Request)
+
+
 def make_manager(**options: Any) -> KVCacheManager:
     return KVCacheManager(CacheConfig.uniform(20, [FullAttention(block_size=4)]), max_model_len=64, **options)
 
 
-def running(manager: KVCacheManager, request: Request) -> Request:
+def running(manager: KVCacheManager, request: AnyRequest) -> AnyRequest:
     """The request, all of its prompt computed, about to need a new block."""
     assert manager.allocate_slots(request, request.num_tokens) is not None
     request.num_computed_tokens = request.num_tokens
@@ -181,11 +184,14 @@ def test_holdings_are_found_by_id_and_by_request() -> None:
 
 
 def test_a_manager_that_knows_itself_can_go() -> None:
+    class Hosted(Request):
+        host: Host
+
     class Host:
         def __init__(self) -> None:
             self.manager = make_manager(enable_kv_cache_events=True, event_source=self.source)
-            self.request = running(self.manager, Request("a", [1] * 4))
-            self.request.host = self  # type: ignore[attr-defined]
+            self.request = running(self.manager, Hosted("a", [1] * 4))
+            self.request.host = self
 
         def source(self, request: Any) -> Any:
             return request
@@ -196,3 +202,73 @@ def test_a_manager_that_knows_itself_can_go() -> None:
     del host
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+class Slotted:
+    """A host's request with slots; each test changes a class of its own."""
+
+    __slots__ = ("num_computed_tokens",)
+
+    def __init__(self, request: Request) -> None:
+        self.num_computed_tokens = request.num_computed_tokens
+
+
+def slotted_host(manager: KVCacheManager) -> Any:
+    """A running request of a new class that has a slot for its computed tokens; one step has been made already."""
+    names = ("request_id", "num_tokens", "num_prompt_tokens", "block_hashes", "status", "num_preemptions")
+    names += ("skip_reading_prefix_cache", "all_token_ids")
+    given = Request("host", [1] * 6)
+    host = type("Host", (Slotted,), {name: getattr(given, name) for name in names})(given)
+    assert manager.allocate_slots(host, 6) is not None
+    host.num_computed_tokens = 6
+    assert manager.allocate_slots(host, 1) is manager.empty_kv_cache_blocks
+    return host
+
+
+def test_a_slot_that_becomes_a_property() -> None:
+    manager = make_manager()
+    host = slotted_host(manager)
+    type(host).num_computed_tokens = property(lambda self: 8)
+    appended = manager.allocate_slots(host, 1)
+    assert appended is not None and len(appended.blocks[0]) == 1  # 8 + 1 tokens need a third block
+
+
+def test_a_slot_that_is_empty() -> None:
+    manager = make_manager()
+    host = slotted_host(manager)
+    del host.num_computed_tokens
+    with pytest.raises(AttributeError, match="num_computed_tokens"):
+        manager.allocate_slots(host, 1)
+    host.num_computed_tokens = 6
+    assert manager.allocate_slots(host, 1) is manager.empty_kv_cache_blocks
+
+
+def test_a_slot_of_another_class_is_none() -> None:
+    manager = make_manager()
+    host = slotted_host(manager)
+    type(host).num_computed_tokens = Request.num_computed_tokens
+    with pytest.raises(TypeError, match="num_computed_tokens"):
+        manager.allocate_slots(host, 1)
+
+
+@pytest.mark.parametrize("bad", [-1, 2.0, "6", None, 2**70])
+def test_a_slot_with_no_count_in_it(bad: Any) -> None:
+    manager = make_manager()
+    host = slotted_host(manager)
+    host.num_computed_tokens = bad
+    with pytest.raises((InvalidRequestError, TypeError)):
+        manager.allocate_slots(host, 1)
+    host.num_computed_tokens = 6
+    check_manager(manager)
+
+
+def test_requests_of_many_classes_take_turns() -> None:
+    manager = make_manager()
+    hosts = [slotted_host(manager)]
+    plain = running(manager, Request("plain", [1] * 7))
+    for computed in (7, 8):
+        for request in (*hosts, plain, *hosts):
+            request.num_computed_tokens = computed
+            appended = manager.allocate_slots(request, 1)
+            assert appended is not None
+    assert [len(ids) for ids in (*manager.get_block_ids("host"), *manager.get_block_ids("plain"))] == [3, 3]

@@ -84,10 +84,10 @@ class PromptMaker:
         tokens = np.full(num_tokens, _LAST_TOKEN_ID - self._num_prompts, np.uint32)
         spelt = np.repeat(ids, block_size)[:num_tokens]
         tokens[: len(spelt)] = spelt
-        return hash_blocks(tokens, block_size=self._hash_size)
+        return list(hash_blocks(tokens, block_size=self._hash_size))
 
     def _from_tokens(self, content: TokenContent) -> Prompt:
-        hashes = hash_blocks(content.token_ids, block_size=self._hash_size)
+        hashes = list(hash_blocks(content.token_ids, block_size=self._hash_size))
         num_known = next((i for i, block_hash in enumerate(hashes) if block_hash not in self._seen), len(hashes))
         self._seen.update(hashes[num_known:])
         return Prompt(hashes, num_known * self._hash_size)

@@ -303,13 +303,14 @@ def get_request_block_hasher(hash_block_size: int, caching_hash_fn: Any) -> Call
         extra_keys = None
         if kv_cache_utils.need_extra_keys(request) or request.prompt_embeds is not None:
             extra_keys = [_extra_keys(request, block * hash_block_size, hash_block_size) for block in range(done, full)]
-        return hash_blocks(
+        hashes = hash_blocks(
             request.all_token_ids[done * hash_block_size : full * hash_block_size],
             block_size=hash_block_size,
             parent=request.block_hashes[-1] if done else kv_cache_utils.NONE_HASH,
             extra_keys=extra_keys,
             algorithm="sha256_cbor",
         )
+        return list(hashes)
 
     return new_hashes
 
