@@ -261,7 +261,7 @@ class BlockPool:
 
 @final
 class GroupRule:
-    """What one group's attention kind means for the tables of running requests, as numbers.
+    """What one group's attention kind means for the tables of requests, as numbers.
 
     ``lag`` and ``interval`` are -1 where the kind has none. ``grows``: with the tokens; ``keeps_prompt``: only
     what was decoded dies; ``is_state``: a block is a state; ``notes_new``: new blocks are to be zeroed.
@@ -294,8 +294,8 @@ class GroupRule:
     def needed_for_hit(self, num_tokens: int) -> range:
         """Positions that must be cached for a hit of ``num_tokens``, the EAGLE block included."""
 
-    def growth(self, length: int, num_tokens: int, dead: range) -> tuple[int, int, int, int]:
-        """New blocks, nulls, moved blocks and new blocks that a running table gets to serve ``num_tokens``."""
+    def growth(self, length: int, num_tokens: int, dead: range, running: bool) -> tuple[int, int, int, int]:
+        """New blocks, nulls, moved blocks and new blocks that a table gets to serve ``num_tokens``."""
 
     def worth_caching(self, start: int, stop: int, num_prompt_tokens: int, junction: int) -> list[range]:
         """The parts of positions [start, stop) that a hit can use, in order."""
@@ -370,11 +370,13 @@ class DecodeSlots:
 
 @final
 class Stepper:
-    """The ordinary step of running requests: release what is dead, take blocks, commit, find the bounds anew.
+    """The ordinary steps of a request's life: admission, then again and again release what is dead, take blocks,
+    commit, find the bounds anew; the end.
 
-    What is out of the ordinary (a newcomer, a load under way, counts that cannot be) is left to Python.
-    ``log_stored(request, group, positions)`` is called for what entered the index if the pool logs events;
-    ``wrap`` makes the answer of appended lists, ``empty`` is the answer when nothing was.
+    What is out of the ordinary (a load under way, counts that cannot be, an admission that might not fit) is left
+    to Python. ``tables`` are each group's tables by request id; ``fits_alone(request, lookahead, encoder tokens)``
+    says whether a newcomer could ever fit; ``log_stored(request, group, positions)`` is called for what entered the
+    index if the pool logs events; ``wrap`` makes the answer of appended lists, ``empty`` is it when nothing was.
     """
 
     def __init__(
@@ -382,14 +384,29 @@ class Stepper:
         pool: BlockPool,
         holdings: Holdings,
         rules: Sequence[GroupRule],
+        tables: Sequence[dict[str, BlockList]],
         *,
         max_model_len: int,
         commits: bool,
         watermark_blocks: int,
+        fits_alone: Callable[[RequestLike, int, int], bool],
         log_stored: Callable[[RequestLike, int, range], None],
         wrap: Callable[[list[BlockList]], KVCacheBlocks],
         empty: KVCacheBlocks,
     ) -> None: ...
+    def admit(
+        self,
+        request: RequestLike,
+        num_new_tokens: int,
+        num_hit_tokens: int,
+        hits: KVCacheBlocks | None,
+        full_sequence_must_fit: bool,
+        num_lookahead_tokens: int,
+        reserved_blocks: int,
+        has_scheduled_reqs: bool,
+    ) -> Any:
+        """Register a newcomer and take its hits and blocks. Answers as `step`. O(groups + blocks)."""
+
     def step(
         self,
         request: RequestLike,
@@ -417,6 +434,9 @@ class Stepper:
 
         Returns its index, or their number.
         """
+
+    def free(self, request: RequestLike) -> None:
+        """Give back all that a request holds, tail first; one that holds nothing: no-op. O(blocks)."""
 
     def find_bounds(self, holding: Holding, num_prompt_tokens: int) -> None:
         """Set ``lowest`` and ``quiet_until``. O(groups)."""

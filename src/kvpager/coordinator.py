@@ -61,7 +61,6 @@ class KVCacheCoordinator:
             for group_id, spec in enumerate(config.specs)
         )
         self._block_sizes = [spec.block_size for spec in config.specs]
-        self._nothing = [range(0)] * len(config.specs)
         self._hash_size = config.hash_size
         self._max_step = max_num_batched_tokens
         # A cache that can never hit commits nothing either: entries that nobody can hit only mislead.
@@ -233,19 +232,6 @@ class KVCacheCoordinator:
         """Give back what no later token reads. O(groups + newly dead)."""
         for group in self.single_type_managers:
             group.release(request_id, num_processed, num_prompt_tokens, junction)
-
-    def free(self, request_id: str, num_processed: int, num_prompt_tokens: int, junction: int) -> None:
-        """Give back everything; what is dead by now goes where dead blocks go. O(blocks).
-
-        Dead as seen from the longest hit that this request leaves behind, not from its last token: up to
-        an alignment before it, and the next turn of the session starts there.
-        """
-        groups = self.single_type_managers
-        num_processed = max(0, num_processed - self.hit_margin) // self.alignment * self.alignment
-        tables = [group.pop_table(request_id) for group in groups]
-        dead = [group.rule.dead(num_processed, num_prompt_tokens) for group in groups]
-        useful = [group.useful_at(junction) for group in groups] if junction else self._nothing
-        self.block_pool.free_tables(tables, self._block_sizes, dead, useful)
 
     def pop(self, request_id: str) -> list[int]:
         """Forget a request and hand its blocks out. O(blocks)."""

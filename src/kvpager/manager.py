@@ -128,9 +128,11 @@ class KVCacheManager:
             self.block_pool,
             self._holdings,
             [group.rule for group in self.coordinator.single_type_managers],
+            [group.tables for group in self.coordinator.single_type_managers],
             max_model_len=max_model_len,
             commits=self.coordinator.can_hit,
             watermark_blocks=self.watermark_blocks,
+            fits_alone=self._fits_alone,
             log_stored=self.coordinator.log_stored,
             wrap=partial(KVCacheBlocks, self.block_pool),
             empty=self.empty_kv_cache_blocks,
@@ -227,17 +229,22 @@ class KVCacheManager:
         (`probe` says so). Raises ``InvalidRequestError``. O(1) while the request is quiet, else O(groups +
         blocks changed).
         """
-        ordinary = new_computed_blocks is None and not (
-            num_new_computed_tokens
-            or num_external_computed_tokens
-            or delay_cache_blocks
-            or num_encoder_tokens
-            or full_sequence_must_fit
-        )
-        if ordinary:
-            answer: KVCacheBlocks | None = self._stepper.step(
-                request, num_new_tokens, num_lookahead_tokens, reserved_blocks, has_scheduled_reqs
-            )
+        if not (num_external_computed_tokens or delay_cache_blocks or num_encoder_tokens):
+            options = (num_lookahead_tokens, reserved_blocks, has_scheduled_reqs)
+            answer: KVCacheBlocks | None = NotImplemented
+            if new_computed_blocks is None and not (num_new_computed_tokens or full_sequence_must_fit):
+                answer = self._stepper.step(request, num_new_tokens, *options)
+            if answer is NotImplemented:
+                answer = self._stepper.admit(
+                    request,
+                    num_new_tokens,
+                    num_new_computed_tokens,
+                    new_computed_blocks,
+                    full_sequence_must_fit,
+                    *options,
+                )
+                if answer is not NotImplemented and answer is not None:
+                    self._record_admission(request, num_new_computed_tokens)
             if answer is not NotImplemented:
                 return answer
         holding = self._holding(request)
@@ -381,9 +388,7 @@ class KVCacheManager:
 
     def free(self, request: RequestLike) -> None:
         """Give back all blocks of a request, tail first; one that holds nothing: no-op. O(blocks)."""
-        holding = self._forget(request)
-        if holding is not None:
-            self.coordinator.free(request.request_id, _processed(request), request.num_prompt_tokens, holding.junction)
+        self._stepper.free(request)
 
     def pop_blocks_for_free(self, request: RequestLike) -> list[int]:
         """Forget a request and hand out its real blocks, in allocation order: something still reads them.
@@ -635,9 +640,12 @@ class KVCacheManager:
         holding = Holding(request, self.coordinator.tables(request.request_id))
         self._holdings.add(request.request_id, holding)
         holding.junction = blocks.junction if blocks is not None else 0
+        self._record_admission(request, num_hits)
+        return holding
+
+    def _record_admission(self, request: RequestLike, num_hits: int) -> None:
         if self.prefix_cache_stats is not None and self.enable_caching and not request.skip_reading_prefix_cache:
             self.prefix_cache_stats.record(request.num_tokens, num_hits, request.num_preemptions > 0)
-        return holding
 
     def _commit_step(self, holding: Holding, tokens: TokenRanges, num_new_tokens: int, delay: bool) -> None:
         request = holding.request

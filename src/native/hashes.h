@@ -44,6 +44,12 @@ public:
         return reinterpret_cast<Digest>(PyBytes_AS_STRING(hash));
     }
 
+    // Throws unless each of positions [start, stop) has a hash of the right size.
+    void check(int64_t start, int64_t stop) const {
+        if (compact_ != nullptr) return;
+        for (int64_t position = start; position < stop; ++position) (*this)[position];
+    }
+
     void prefetch_hash(int64_t position) const {
         if (position >= num_positions_) return;
         if (compact_ != nullptr) {

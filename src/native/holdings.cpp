@@ -18,6 +18,7 @@ Holding::Holding(nb::object request, nb::handle tables)
 }
 
 int Holding::traverse(visitproc visit, void* arg) {
+    Py_VISIT(request_id.ptr());
     Py_VISIT(request_.ptr());
     Py_VISIT(held_tables_.ptr());
     return 0;
@@ -31,11 +32,12 @@ void Holding::clear_references() {
     nb::object request = std::exchange(request_, nb::none());
 }
 
-void Holdings::add(nb::handle request_id, nb::object holding) {
+void Holdings::add(nb::object request_id, nb::object holding) {
     Holding& added = as<Holding>(holding);
     if (by_id_.contains(request_id)) raise(invalid_request_error, "request %R holds blocks already", request_id.ptr());
     if (of(added.request()) != nullptr) raise(invalid_request_error, "request %R holds blocks under another id", request_id.ptr());
     by_id_[request_id] = holding;
+    added.request_id = std::move(request_id);
     if (2 * (num_entered_ + 1) > slots_.size()) {
         std::vector<Holding*> old = std::exchange(slots_, std::vector<Holding*>(2 * slots_.size()));
         num_entered_ = 0;
@@ -144,10 +146,21 @@ struct Stepper::Facts {
     int64_t num_processed() const { return std::max<int64_t>(0, num_computed - num_in_flight); }
 };
 
-Stepper::Stepper(nb::object pool, nb::object holdings, std::vector<GroupRule> rules, int64_t max_model_len, bool commits,
-                 int64_t watermark_blocks, nb::object log_stored, nb::object wrap, nb::object empty)
+// What an admission is made of; all of it before anything changes.
+struct Stepper::Newcomer {
+    Facts facts{};
+    nb::object request_id, hits;              // the hits: a tuple of block lists
+    std::vector<const BlockList*> hit_lists;  // one a group
+    int64_t junction = 0;
+    nb::object tables, holding;  // new and empty
+};
+
+Stepper::Stepper(nb::object pool, nb::object holdings, std::vector<GroupRule> rules, nb::handle tables, int64_t max_model_len,
+                 bool commits, int64_t watermark_blocks, nb::object fits_alone, nb::object log_stored, nb::object wrap,
+                 nb::object empty)
     : pool_object_(std::move(pool)),
       holdings_object_(std::move(holdings)),
+      fits_alone_(std::move(fits_alone)),
       log_stored_(std::move(log_stored)),
       wrap_(std::move(wrap)),
       empty_(std::move(empty)),
@@ -158,6 +171,13 @@ Stepper::Stepper(nb::object pool, nb::object holdings, std::vector<GroupRule> ru
       commits_(commits),
       watermark_blocks_(watermark_blocks) {
     for (const GroupRule& rule : rules_) pool_->checked_group(rule.group);
+    for (nb::handle group : as_tuple(tables)) {
+        if (!PyDict_Check(group.ptr())) raise(PyExc_TypeError, "tables must be dicts by request id, got %R", group.ptr());
+        tables_.push_back(nb::borrow<nb::dict>(group));
+    }
+    if (tables_.size() != rules_.size()) {
+        raise(invalid_request_error, "%zu groups of tables were given for %zu groups", tables_.size(), rules_.size());
+    }
 }
 
 nb::object Stepper::allocate(nb::handle request, nb::handle num_new, nb::handle num_lookahead, int64_t num_reserved,
@@ -238,49 +258,56 @@ Stepper::Outcome Stepper::act(Holding& holding, int64_t num_new, const StepOptio
     int64_t num_main = std::min(facts.num_computed + num_new, max_model_len_);
     int64_t num_slots = std::min(num_main + options.num_lookahead, max_model_len_);
     bool commits = commits_ && !holding.is_stale;
-    if (commits) check_hashes(holding, facts, std::min(num_main, facts.num_tokens));
     lengths_.clear();
+    for (size_t i = 0; commits && i < rules_.size(); ++i) {
+        check_hashes(i, holding.tables()[i]->num_committed, facts, std::min(num_main, facts.num_tokens));
+    }
     for (size_t i = 0; i < rules_.size(); ++i) {
         BlockList& table = *holding.tables()[i];
         rules_[i].release(*pool_, table, facts.num_processed(), facts.num_prompt, holding.junction);
         lengths_.push_back(table.size());
     }
-    if (plan(facts, num_main, num_slots) > pool_->num_free() - facts.num_to_keep) {
+    if (plan(holding, facts, num_main, num_slots) > pool_->num_free() - facts.num_to_keep) {
         find_bounds(holding, facts.num_prompt);
         return Outcome::refused;
     }
-    for (size_t i = 0; i < rules_.size(); ++i) {
-        BlockList& table = *holding.tables()[i];
-        rules_[i].grow(*pool_, table, growths_[i]);
-        if (commits && num_main <= facts.num_tokens) rules_[i].step_ends(table, num_main);
-    }
-    if (commits) commit(holding, facts, std::min(num_main, facts.num_tokens));
-    find_bounds(holding, facts.num_prompt);
+    take(holding, facts, num_main);
     return Outcome::stepped;
 }
 
 // The free blocks that the step takes; leaves how each table grows in `growths_`.
-int64_t Stepper::plan(const Facts& facts, int64_t num_main, int64_t num_slots) {
+int64_t Stepper::plan(const Holding& holding, const Facts& facts, int64_t num_main, int64_t num_slots) {
     growths_.clear();
     int64_t start = std::min(facts.num_computed, facts.num_tokens - 1), need = 0;
     for (size_t i = 0; i < rules_.size(); ++i) {
-        Range gone = rules_[i].dead(start, facts.num_prompt);
+        const GroupRule& rule = rules_[i];
         // Drafts have no state layers: lookahead slots are not for align groups.
-        growths_.push_back(rules_[i].growth(lengths_[i], rules_[i].is_align ? num_main : num_slots, gone));
+        int64_t goal = rule.is_align ? num_main : num_slots;
+        growths_.push_back(rule.growth(lengths_[i], goal, rule.dead(start, facts.num_prompt), holding.tables()[i]->is_running));
         need += growths_.back().num_new();
     }
     return need;
 }
 
-// A hash that is none is refused before anything has changed.
-void Stepper::check_hashes(const Holding& holding, const Facts& facts, int64_t num_tokens) const {
+// Grows the tables as planned and commits what is computed by the end of the step.
+void Stepper::take(Holding& holding, const Facts& facts, int64_t num_main) {
+    bool commits = commits_ && !holding.is_stale;
     for (size_t i = 0; i < rules_.size(); ++i) {
-        const BlockList& table = *holding.tables()[i];
-        if (!rules_[i].has_to_commit(table, num_tokens)) continue;
-        Hashes hashes(facts.block_hashes, rules_[i].stride);
-        int64_t stop = std::min(rules_[i].commit_stop(num_tokens), hashes.num_positions());
-        for (int64_t position = table.num_committed; position < stop; ++position) hashes[position];
+        BlockList& table = *holding.tables()[i];
+        rules_[i].grow(*pool_, table, growths_[i]);
+        table.is_running = rules_[i].is_align;
+        if (commits && num_main <= facts.num_tokens) rules_[i].step_ends(table, num_main);
     }
+    if (commits) commit(holding, facts, std::min(num_main, facts.num_tokens));
+    find_bounds(holding, facts.num_prompt);
+}
+
+// A hash that is none is refused before anything has changed.
+void Stepper::check_hashes(size_t group, int64_t num_committed, const Facts& facts, int64_t num_tokens) const {
+    if (num_committed >= rules_[group].commit_stop(num_tokens)) return;
+    Hashes hashes(facts.block_hashes, rules_[group].stride);
+    int64_t stop = std::min(rules_[group].commit_stop(num_tokens), hashes.num_positions());
+    hashes.check(num_committed, stop);
 }
 
 void Stepper::commit(Holding& holding, const Facts& facts, int64_t num_tokens) {
@@ -309,6 +336,137 @@ void Stepper::find_bounds(Holding& holding, int64_t num_prompt_tokens) const {
         holding.quiet_until = std::min(holding.quiet_until, rules_[i].quiet_until(table, num_prompt_tokens, commits));
     }
 }
+
+// -- admission ------------------------------------------------------------------------------------
+
+nb::object Stepper::admit(nb::handle request, nb::handle num_new, nb::handle num_hits, nb::handle hits,
+                          bool full_sequence_must_fit, nb::handle num_lookahead, int64_t num_reserved,
+                          bool has_scheduled_reqs) {
+    nb::object not_ours = nb::borrow(Py_NotImplemented);
+    int64_t count, num_hit, computed;
+    StepOptions options{0, num_reserved, has_scheduled_reqs};
+    bool sensible = is_count(num_new, count) && count > 0 && is_count(num_hits, num_hit) && num_hit < max_model_len_ &&
+                    is_count(num_lookahead, options.num_lookahead) && num_reserved >= 0;
+    if (!sensible) return not_ours;
+    Newcomer newcomer;
+    Facts& facts = newcomer.facts;
+    if (!num_computed_tokens_.read_count(request.ptr(), computed) || computed != 0) return not_ours;
+    if (!read(request.ptr(), options, facts)) return not_ours;
+    facts.num_computed = num_hit;
+    newcomer.request_id = request_id_.get(request.ptr());
+    if (!PyUnicode_CheckExact(newcomer.request_id.ptr())) return not_ours;
+    if (!nb::cast<bool>(fits_alone_(request, num_lookahead, 0))) return not_ours;
+    int64_t num_main = std::min(num_hit + count, max_model_len_);
+    int64_t num_slots = std::min(num_main + options.num_lookahead, max_model_len_);
+    nb::list tables;
+    for (size_t i = 0; i < rules_.size(); ++i) tables.append(nb::cast(BlockList{}));
+    newcomer.tables = as_tuple(tables);
+    newcomer.holding = nb::cast(Holding(nb::borrow(request), newcomer.tables));
+    // From here on nothing runs Python until the request is in and whole.
+    if (!read_hits(hits, num_hit, newcomer)) return not_ours;
+    if (holdings_->of(request.ptr()) != nullptr || !holdings_->get(newcomer.request_id).is_none()) return not_ours;
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        const BlockList& found = *newcomer.hit_lists[i];
+        if (rules_[i].is_state && found.size() > 0 && pool_->is_computing(found.ids.back())) return nb::none();
+        if (commits_) check_hashes(i, found.size(), facts, std::min(num_main, facts.num_tokens));
+    }
+    int64_t whole_main = full_sequence_must_fit ? std::min(std::max(num_main, facts.num_tokens), max_model_len_) : num_main;
+    int64_t whole_slots = std::min(whole_main + options.num_lookahead, max_model_len_);
+    if (!surely_fits(newcomer, whole_main, whole_slots)) return not_ours;
+    enter(newcomer);
+    Holding& holding = *nb::inst_ptr<Holding>(newcomer.holding);
+    plan(holding, facts, num_main, num_slots);
+    take(holding, facts, num_main);
+    nb::object answer = appended(holding);
+    tell(request);
+    return answer.is_none() ? empty_ : wrap_(answer);
+}
+
+// The blocks of a hit, which must be this pool's, still cached, and cover exactly the hit. Runs no Python.
+bool Stepper::read_hits(nb::handle blocks, int64_t num_hits, Newcomer& newcomer) {
+    static const BlockList nothing;
+    newcomer.hit_lists.assign(rules_.size(), &nothing);
+    if (blocks.is_none() || blocks.is(empty_)) return num_hits == 0;
+    PyObject *pool = hits_pool_.in_slot(blocks.ptr()), *generation = hits_generation_.in_slot(blocks.ptr());
+    PyObject *lists = hits_lists_.in_slot(blocks.ptr()), *junction = hits_junction_.in_slot(blocks.ptr());
+    int64_t made_at;
+    if (pool != pool_object_.ptr() || generation == nullptr || lists == nullptr || junction == nullptr) return false;
+    if (!is_count(generation, made_at) || made_at != pool_->generation() || !is_count(junction, newcomer.junction)) return false;
+    if (!PyTuple_CheckExact(lists) || PyTuple_GET_SIZE(lists) != static_cast<Py_ssize_t>(rules_.size())) return false;
+    newcomer.hits = nb::borrow(lists);
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        PyObject* list = PyTuple_GET_ITEM(lists, i);
+        if (!nb::isinstance<BlockList>(list)) return false;
+        newcomer.hit_lists[i] = nb::inst_ptr<BlockList>(list);
+        if (newcomer.hit_lists[i]->size() * rules_[i].block_size != num_hits) return false;
+    }
+    return true;
+}
+
+// Whether an admission fits even if nothing dies on the way; if not, Python plans it exactly.
+bool Stepper::surely_fits(const Newcomer& newcomer, int64_t num_main, int64_t num_slots) const {
+    int64_t need = 0;
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        const BlockList& found = *newcomer.hit_lists[i];
+        if (!rules_[i].grows) return false;
+        int64_t goal = rules_[i].num_positions(rules_[i].is_align ? num_main : num_slots);
+        need += pool_->count_evictable(found, 0, found.size()) + std::max<int64_t>(0, goal - found.size());
+    }
+    return need <= pool_->num_free() - newcomer.facts.num_to_keep;
+}
+
+// Registers a newcomer and takes its hits, of all groups before any block is allocated.
+void Stepper::enter(const Newcomer& newcomer) {
+    const Facts& facts = newcomer.facts;
+    Holding& holding = *nb::inst_ptr<Holding>(newcomer.holding);
+    int64_t start = std::min(facts.num_computed, facts.num_tokens - 1);
+    holding.junction = newcomer.junction;
+    holdings_->add(newcomer.request_id, newcomer.holding);
+    lengths_.clear();
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        const BlockList& found = *newcomer.hit_lists[i];
+        tables_[i][newcomer.request_id] = nb::handle(PyTuple_GET_ITEM(newcomer.tables.ptr(), i));
+        rules_[i].adopt(*pool_, *holding.tables()[i], found, rules_[i].dead(start, facts.num_prompt));
+        lengths_.push_back(found.size());
+    }
+}
+
+// -- the end --------------------------------------------------------------------------------------
+
+void Stepper::free(nb::handle request) {
+    Facts facts;
+    if (holdings_->of(request.ptr()) == nullptr) return;
+    nb::object in_flight = num_in_flight_tokens_.find(request.ptr());
+    bool sensible = num_computed_tokens_.read_count(request.ptr(), facts.num_computed) &&
+                    num_prompt_tokens_.read_count(request.ptr(), facts.num_prompt) &&
+                    (!in_flight.is_valid() || is_count(in_flight, facts.num_in_flight));
+    if (!sensible) {
+        raise(invalid_request_error, "a request that is freed must have token counts of at least 0: num_computed_tokens, "
+              "num_prompt_tokens, num_in_flight_tokens of %R", request.ptr());
+    }
+    Holding* found = holdings_->of(request.ptr());
+    if (found == nullptr) return;
+    // Dead as seen from the longest hit that the request leaves behind, not from its last token: up to an alignment
+    // before it, and the next turn of the session starts there.
+    int64_t margin = 0, alignment = 1;
+    for (const GroupRule& rule : rules_) margin = std::max(margin, rule.hit_margin), alignment = rule.alignment;
+    int64_t longest_hit = std::max<int64_t>(0, facts.num_processed() - margin) / alignment * alignment;
+    dead_.clear(), useful_.clear(), block_sizes_.clear();
+    for (const GroupRule& rule : rules_) {
+        dead_.push_back(rule.dead(longest_hit, facts.num_prompt));
+        useful_.push_back(found->junction > 0 ? rule.needed_for_hit(found->junction) : Range{});
+        block_sizes_.push_back(rule.block_size);
+    }
+    pool_->free_tables(found->tables(), block_sizes_, dead_, useful_);
+    nb::object request_id = found->request_id;
+    for (nb::dict& tables : tables_) {
+        if (PyDict_DelItem(tables.ptr(), request_id.ptr()) != 0) throw nb::python_error();
+    }
+    holdings_->remove(request_id);
+    pool_->tell_observer();
+}
+
+// -- telling --------------------------------------------------------------------------------------
 
 // Python may run again: events are written and observers told.
 void Stepper::tell(nb::handle request) {
@@ -366,13 +524,16 @@ int64_t Stepper::step_all(nb::handle requests, nb::handle counts, nb::handle num
 int Stepper::traverse(visitproc visit, void* arg) {
     Py_VISIT(pool_object_.ptr());
     Py_VISIT(holdings_object_.ptr());
+    Py_VISIT(fits_alone_.ptr());
     Py_VISIT(log_stored_.ptr());
+    for (const nb::dict& tables : tables_) Py_VISIT(tables.ptr());
     Py_VISIT(wrap_.ptr());
     Py_VISIT(empty_.ptr());
     return 0;
 }
 
 void Stepper::clear_references() {
+    nb::object fits_alone = std::exchange(fits_alone_, nb::none());
     nb::object log_stored = std::exchange(log_stored_, nb::none());
     nb::object wrap = std::exchange(wrap_, nb::none());
     nb::object empty = std::exchange(empty_, nb::none());

@@ -23,6 +23,7 @@ public:
 
     // Which request it is; just an address.
     const PyObject* request() const { return key_; }
+    nanobind::object request_id{};  // under which it is held
     nanobind::object request_object() const { return request_; }
     const std::vector<BlockList*>& tables() const { return lists_; }
 
@@ -45,7 +46,7 @@ class Holdings {
 public:
     Holdings() : slots_(16) {}
 
-    void add(nanobind::handle request_id, nanobind::object holding);
+    void add(nanobind::object request_id, nanobind::object holding);
     nanobind::object get(nanobind::handle request_id) const;
     void remove(nanobind::handle request_id);
     nanobind::dict by_id() const { return by_id_; }
@@ -104,14 +105,20 @@ private:
     std::vector<BlockId> ids_;
 };
 
-// Takes the ordinary step of a running request: release what is dead, take blocks, commit, find the
-// bounds anew. Whatever is out of the ordinary (a newcomer, a load under way, bad counts) is left to
-// Python, which does the same with more questions.
+// Takes the ordinary steps of a request's life: admission, and while it runs, release what is dead, take
+// blocks, commit, find the bounds anew. Whatever is out of the ordinary (a load under way, bad counts, an
+// admission that might not fit) is left to Python, which does the same with more questions.
 class Stepper {
 public:
-    Stepper(nanobind::object pool, nanobind::object holdings, std::vector<GroupRule> rules, int64_t max_model_len,
-            bool commits, int64_t watermark_blocks, nanobind::object log_stored, nanobind::object wrap,
-            nanobind::object empty);
+    // `tables`: each group's dict of tables by request id.
+    Stepper(nanobind::object pool, nanobind::object holdings, std::vector<GroupRule> rules, nanobind::handle tables,
+            int64_t max_model_len, bool commits, int64_t watermark_blocks, nanobind::object fits_alone,
+            nanobind::object log_stored, nanobind::object wrap, nanobind::object empty);
+
+    // A newcomer. The positions appended for new tokens, wrapped; None: refused; NotImplemented: not ours.
+    nanobind::object admit(nanobind::handle request, nanobind::handle num_new, nanobind::handle num_hits,
+                           nanobind::handle hits, bool full_sequence_must_fit, nanobind::handle num_lookahead,
+                           int64_t num_reserved, bool has_scheduled_reqs);
 
     // One step. The positions appended, wrapped; None: refused; NotImplemented: not ours.
     nanobind::object allocate(nanobind::handle request, nanobind::handle num_new, nanobind::handle num_lookahead,
@@ -121,6 +128,9 @@ public:
     int64_t step_all(nanobind::handle requests, nanobind::handle counts, nanobind::handle num_lookahead,
                      int64_t num_reserved, bool has_scheduled_reqs, int64_t start, DecodeSlots& slots);
 
+    // Gives back all that a request holds; one that holds nothing: no-op.
+    void free(nanobind::handle request);
+
     void find_bounds(Holding& holding, int64_t num_prompt_tokens) const;
 
     int traverse(visitproc visit, void* argument);
@@ -129,6 +139,7 @@ public:
 private:
     enum class Outcome { quiet, stepped, refused, not_ours };
     struct Facts;
+    struct Newcomer;
 
     Outcome step(PyObject* request, int64_t num_new, const StepOptions& options);
     void prefetch_ahead(PyObject* batch, int64_t index) const;
@@ -136,19 +147,25 @@ private:
     bool read(PyObject* request, const StepOptions& options, Facts& facts);
     Outcome act(Holding& holding, int64_t num_new, const StepOptions& options, const Facts& facts);
     bool can_go_on(const Holding& holding, int64_t computed) const;
-    int64_t plan(const Facts& facts, int64_t num_main, int64_t num_slots);
-    void check_hashes(const Holding& holding, const Facts& facts, int64_t num_tokens) const;
+    bool read_hits(nanobind::handle blocks, int64_t num_hits, Newcomer& newcomer);
+    bool surely_fits(const Newcomer& newcomer, int64_t num_main, int64_t num_slots) const;
+    void enter(const Newcomer& newcomer);
+    int64_t plan(const Holding& holding, const Facts& facts, int64_t num_main, int64_t num_slots);
+    void take(Holding& holding, const Facts& facts, int64_t num_main);
+    void check_hashes(size_t group, int64_t num_committed, const Facts& facts, int64_t num_tokens) const;
     void commit(Holding& holding, const Facts& facts, int64_t num_tokens);
     nanobind::object appended(const Holding& holding) const;
     void tell(nanobind::handle request);
 
-    nanobind::object pool_object_, holdings_object_, log_stored_, wrap_, empty_;
+    nanobind::object pool_object_, holdings_object_, fits_alone_, log_stored_, wrap_, empty_;
     Pool* pool_;
     Holdings* holdings_;
     std::vector<GroupRule> rules_;
+    std::vector<nanobind::dict> tables_;
     int64_t max_model_len_;
     bool commits_;
     int64_t watermark_blocks_;
+    Attribute request_id_{"request_id"};
     Attribute num_computed_tokens_{"num_computed_tokens"};
     Attribute num_in_flight_tokens_{"num_in_flight_tokens"};
     Attribute num_prompt_tokens_{"num_prompt_tokens"};
@@ -156,10 +173,12 @@ private:
     Attribute block_hashes_{"block_hashes"};
     Attribute status_{"status"};
     Attribute name_{"name"};  // of the status
+    Attribute hits_pool_{"_pool"}, hits_generation_{"_generation"}, hits_lists_{"_lists"}, hits_junction_{"junction"};
     // Scratch of the step under way.
     std::vector<int64_t> lengths_;  // of the tables, before they grow
     std::vector<Growth> growths_;
-    std::vector<Range> runs_;
+    std::vector<Range> runs_, dead_, useful_;
+    std::vector<int64_t> block_sizes_;
     std::vector<std::pair<size_t, Range>> stored_;
 };
 

@@ -48,11 +48,11 @@ void bind_rule(nb::module_& module) {
         .def("needed_for_hit", [](const GroupRule& self, int64_t tokens) { return as_python_range(self.needed_for_hit(tokens)); },
              "num_tokens"_a)
         .def("growth",
-             [](const GroupRule& self, int64_t length, int64_t tokens, nb::handle dead) {
-                 Growth growth = self.growth(length, tokens, as_range(dead));
+             [](const GroupRule& self, int64_t length, int64_t tokens, nb::handle dead, bool running) {
+                 Growth growth = self.growth(length, tokens, as_range(dead), running);
                  return nb::make_tuple(growth.before, growth.nulls, growth.moved, growth.after);
              },
-             "length"_a, "num_tokens"_a, "dead"_a)
+             "length"_a, "num_tokens"_a, "dead"_a, "running"_a)
         .def("worth_caching",
              [](const GroupRule& self, int64_t start, int64_t stop, int64_t prompt, int64_t junction) {
                  std::vector<Range> parts;
@@ -101,9 +101,17 @@ void bind_stepper(nb::module_& module) {
         .def("changed", &DecodeSlots::changed)
         .def("block_ids", &DecodeSlots::block_ids, "index"_a);
     nb::class_<Stepper>(module, "Stepper", nb::is_final(), nb::type_slots(Collectable<Stepper>::slots))
-        .def(nb::init<nb::object, nb::object, std::vector<GroupRule>, int64_t, bool, int64_t, nb::object, nb::object, nb::object>(),
-             "pool"_a, "holdings"_a, "rules"_a, nb::kw_only(), "max_model_len"_a, "commits"_a, "watermark_blocks"_a,
-             "log_stored"_a, "wrap"_a, "empty"_a)
+        .def(nb::init<nb::object, nb::object, std::vector<GroupRule>, nb::handle, int64_t, bool, int64_t, nb::object, nb::object,
+                      nb::object, nb::object>(),
+             "pool"_a, "holdings"_a, "rules"_a, "tables"_a, nb::kw_only(), "max_model_len"_a, "commits"_a,
+             "watermark_blocks"_a, "fits_alone"_a, "log_stored"_a, "wrap"_a, "empty"_a)
+        .def("admit",
+             [](Stepper& self, nb::handle request, nb::handle num_new, nb::handle num_hits, nb::handle hits,
+                bool whole, nb::handle lookahead, int64_t reserved, bool scheduled) {
+                 return self.admit(request, num_new, num_hits, hits, whole, lookahead, reserved, scheduled);
+             },
+             "request"_a, "num_new_tokens"_a.none(), "num_hit_tokens"_a.none(), "hits"_a.none(),
+             "full_sequence_must_fit"_a, "num_lookahead_tokens"_a.none(), "reserved_blocks"_a, "has_scheduled_reqs"_a)
         .def("step",
              [](Stepper& self, nb::handle request, nb::handle num_new, nb::handle lookahead, int64_t reserved, bool scheduled) {
                  return self.allocate(request, num_new, lookahead, reserved, scheduled);
@@ -116,6 +124,7 @@ void bind_stepper(nb::module_& module) {
              },
              "requests"_a, "num_new_tokens"_a.none(), "num_lookahead_tokens"_a.none(), "reserved_blocks"_a, "has_scheduled_reqs"_a,
              "start"_a, "slots"_a)
+        .def("free", &Stepper::free, "request"_a)
         .def("find_bounds", &Stepper::find_bounds, "holding"_a, "num_prompt_tokens"_a);
 }
 

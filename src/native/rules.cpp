@@ -10,16 +10,16 @@ void GroupRule::check() const {
     if (!fine) raise(config_error, "the numbers of group %d do not describe an attention kind", group);
 }
 
-Growth GroupRule::growth(int64_t length, int64_t num_tokens, Range gone) const {
+Growth GroupRule::growth(int64_t length, int64_t num_tokens, Range gone, bool running) const {
     if (!grows) return {};
-    int64_t goal = ceil_div(num_tokens, block_size) + release_delay;
+    int64_t goal = num_positions(num_tokens);
     if (goal <= length) return {};
     if (is_align) {
         // Only the running state and the speculative ones get memory. The speculative blocks of
         // the last step move along; what lies between is nobody's state.
         int64_t first = goal - release_delay - 1;
         int64_t nulls = std::max<int64_t>(0, first - length);
-        int64_t moved = std::max<int64_t>(0, std::min(length, first) - (length - release_delay));
+        int64_t moved = running ? std::max<int64_t>(0, std::min(length, first) - (length - release_delay)) : 0;
         return {0, nulls, moved, goal - length - nulls - moved};
     }
     int64_t null_start = std::min(std::max(gone.start, length), goal);
@@ -48,6 +48,16 @@ int64_t GroupRule::next_commit(int64_t committed) const {
     int64_t end = (committed + 1) * block_size;
     if (commit_margin == 0) return ceil_div(end, alignment) * alignment;
     return std::max(end, std::max<int64_t>(1, ceil_div(end - commit_margin, alignment)) * alignment);
+}
+
+// Starts a request's table with a hit; what is dead from the start becomes null.
+void GroupRule::adopt(Pool& pool, BlockList& table, const BlockList& hits, Range gone) const {
+    int64_t null_start = std::min(gone.start, hits.size()), null_stop = std::min(gone.stop, hits.size());
+    pool.adopt(table, hits, 0, null_start);
+    pool.extend_null(table, null_stop - null_start);
+    pool.adopt(table, hits, null_stop, hits.size());
+    table.num_committed = hits.size();
+    table.num_released = gone.stop;
 }
 
 void GroupRule::release(Pool& pool, BlockList& table, int64_t num_processed, int64_t num_prompt_tokens,

@@ -25,9 +25,8 @@ struct Growth {
     int64_t num_positions() const { return before + nulls + moved + after; }
 };
 
-// `dead` and `needed_for_hit` are AttentionSpec's, `growth` is SingleTypeKVCacheManager's, for a
-// request that runs: said once more for speed, and held equal by tests/unit/test_native_rules.py. All
-// token counts are at least 0.
+// `dead` and `needed_for_hit` are AttentionSpec's, `growth` is SingleTypeKVCacheManager's: said once
+// more for speed, and held equal by tests/unit/test_native_rules.py. All token counts are at least 0.
 struct GroupRule {
     Group group;
     int64_t block_size;
@@ -65,8 +64,12 @@ struct GroupRule {
         return {gone.stop - gone.start, (num_tokens + hit_margin) / block_size};
     }
 
-    // How a running request's table of `length` positions grows to serve `num_tokens`.
-    Growth growth(int64_t length, int64_t num_tokens, Range gone) const;
+    // How a table of `length` positions grows to serve `num_tokens`. `running`: its last blocks are
+    // speculative states.
+    Growth growth(int64_t length, int64_t num_tokens, Range gone, bool running) const;
+
+    // Positions that serve `num_tokens`.
+    int64_t num_positions(int64_t num_tokens) const { return ceil_div(num_tokens, block_size) + release_delay; }
 
     // How many positions may be in the index with `num_tokens` computed.
     int64_t commit_stop(int64_t num_tokens) const {
@@ -91,6 +94,7 @@ struct GroupRule {
     int64_t quiet_until(const BlockList& table, int64_t num_prompt_tokens, bool commits) const;
 
     // Deeds.
+    void adopt(Pool& pool, BlockList& table, const BlockList& hits, Range gone) const;
     void release(Pool& pool, BlockList& table, int64_t num_processed, int64_t num_prompt_tokens, int64_t junction) const;
     void grow(Pool& pool, BlockList& table, const Growth& growth) const;
     void step_ends(BlockList& table, int64_t num_tokens) const {

@@ -48,6 +48,10 @@ class LongWay:
 
     def __init__(self, stepper: Any) -> None:
         self.find_bounds = stepper.find_bounds
+        self.free = stepper.free
+
+    def admit(self, *_: Any) -> Any:
+        return NotImplemented
 
     def step(self, *_: Any) -> Any:
         return NotImplemented
@@ -99,6 +103,8 @@ class Twins:
 
     def admit(self, number: int) -> None:
         prompt = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 30))]
+        scheduled = self.rng.random() < 0.5
+        whole, lookahead = self.rng.random() < 0.5, self.rng.choice([0, 0, self.most_drafts])
         lifetimes = []
         for side in self.sides:
             hasher = BlockHasher.for_config(side.manager.kv_cache_config)
@@ -106,7 +112,14 @@ class Twins:
             blocks, hit = side.manager.get_computed_blocks(request)
             new = min(16, request.num_tokens - hit)
             given = side.manager.allocate_slots(
-                request, new, hit, blocks, num_encoder_tokens=self.encoder_tokens, has_scheduled_reqs=False
+                request,
+                new,
+                hit,
+                blocks,
+                lookahead,
+                num_encoder_tokens=self.encoder_tokens,
+                full_sequence_must_fit=whole,
+                has_scheduled_reqs=scheduled,
             )
             lifetimes.append(None if given is None else given.get_block_ids())
             if given is not None:

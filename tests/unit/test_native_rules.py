@@ -74,8 +74,11 @@ def test_how_a_table_grows(spec: AttentionSpec, computed: int, new: int, prompt:
     speculative = spec.release_delay
     length = data.draw(st.integers(spec.num_positions(max(computed, 1), 0), spec.num_positions(computed + new, 0) + 1))
     dead = spec.dead(computed, prompt)
-    compiled = group.rule.growth(length, computed + new, dead)
-    assert compiled == group._growth(length, computed + new, 0, dead, speculative, True)
+    running = data.draw(st.booleans())
+    if not running:  # a newcomer with a hit
+        length = data.draw(st.integers(0, length))
+    compiled = group.rule.growth(length, computed + new, dead, running)
+    assert compiled == group._growth(length, computed + new, 0, dead, speculative, running)
 
 
 def worth_caching(group: SingleTypeKVCacheManager, start: int, stop: int, prompt: int, junction: int) -> set[int]:

@@ -33,6 +33,13 @@ class Odd(Request):
 
     then: Callable[[], None] = staticmethod(lambda: None)
 
+    def then_once(self, act: Callable[[], object]) -> None:
+        def then() -> None:
+            self.then = lambda: None
+            act()
+
+        self.then = then
+
     @property
     def num_prompt_tokens(self) -> int:
         self.then()
@@ -62,10 +69,30 @@ def test_a_request_that_is_freed_while_it_is_read() -> None:
     manager = make_manager()
     odd = Odd("odd", [1] * 4)
     running(manager, odd)
-    odd.then = lambda: manager.free(odd)
+    odd.then_once(lambda: manager.free(odd))
     with pytest.raises(InvalidRequestError, match="starts over at 0"):
         manager.allocate_slots(odd, 1)
     assert manager.usage == 0
+    check_manager(manager)
+
+
+def test_a_request_that_is_freed_while_it_is_freed() -> None:
+    manager = make_manager()
+    odd = Odd("odd", [1] * 4)
+    running(manager, odd)
+    odd.then_once(lambda: manager.free(odd))
+    manager.free(odd)
+    assert manager.usage == 0 and not manager.live_requests()
+    check_manager(manager)
+
+
+def test_a_request_that_is_admitted_while_it_is_admitted() -> None:
+    manager = make_manager()
+    odd = Odd("odd", [1] * 4)
+    blocks, hit = manager.get_computed_blocks(odd)
+    odd.then_once(lambda: manager.allocate_slots(odd, 4, hit, blocks))
+    assert manager.allocate_slots(odd, 4, hit, blocks) is manager.empty_kv_cache_blocks  # it has its block already
+    assert [len(ids) for ids in manager.get_block_ids("odd")] == [1]
     check_manager(manager)
 
 
@@ -73,7 +100,7 @@ def test_a_request_that_steps_another_while_it_is_read() -> None:
     manager = make_manager()
     odd, other = Odd("odd", [1] * 4), running(manager, Request("other", [2] * 4))
     running(manager, odd)
-    odd.then = lambda: setattr(odd, "then", lambda: None) or manager.allocate_slots(other, 1)  # type: ignore[func-returns-value]
+    odd.then_once(lambda: manager.allocate_slots(other, 1))
     answer = manager.allocate_decode_slots([odd, other])
     assert (answer.refused, answer.changed()) == (None, [0])
     assert [len(manager.get_block_ids(name)[0]) for name in ("odd", "other")] == [2, 2]
@@ -138,20 +165,29 @@ def test_wrong_types() -> None:
         "max_model_len": 64,
         "commits": True,
         "watermark_blocks": 0,
+        "fits_alone": print,
         "log_stored": print,
         "wrap": list,
         "empty": (),
     }
-    for arguments in (("pool", holdings, []), (pool, {}, []), (pool, holdings, ["rule"]), (pool, holdings, None)):
+    for arguments in (
+        ("pool", holdings, [], []),
+        (pool, {}, [], []),
+        (pool, holdings, ["rule"], [{}]),
+        (pool, holdings, None, []),
+        (pool, holdings, [GroupRule(**RULE)], [[]]),
+    ):
         with pytest.raises(TypeError):
             Stepper(*arguments, **options)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="group 1 is not there"):
-        Stepper(pool, holdings, [GroupRule(**RULE | {"group": 1})], **options)
+        Stepper(pool, holdings, [GroupRule(**RULE | {"group": 1})], [{}], **options)
+    with pytest.raises(InvalidRequestError, match="0 groups of tables were given for 1"):
+        Stepper(pool, holdings, [GroupRule(**RULE)], [], **options)
     with pytest.raises(TypeError):
         Holding(object(), [[1, 2]])  # type: ignore[arg-type, list-item]
     with pytest.raises(TypeError):
         holdings.add("a", "holding")  # type: ignore[arg-type]
-    stepper = Stepper(pool, holdings, [GroupRule(**RULE)], **options)
+    stepper = Stepper(pool, holdings, [GroupRule(**RULE)], [{}], **options)
     with pytest.raises(InvalidRequestError, match="2 tables were given for 1 groups"):
         stepper.find_bounds(Holding(object(), [BlockList(), BlockList()]), 1)  # type: ignore[arg-type]
 
