@@ -39,7 +39,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """The last copies of these hashes left the index."""
+    """The last copies of these hashes left the index, one after the other."""
 
     block_hashes: list[bytes]
     medium: str | None

@@ -96,7 +96,10 @@ class EventSource(Protocol):
         """The adapter's name, if there is an adapter."""
 
     def extra_keys(self, block_start: int, block_end: int) -> tuple[object, ...] | None:
-        """What else than tokens went into the hash of the block of tokens [block_start, block_end)."""
+        """What else than tokens went into the hash of the block of tokens [block_start, block_end).
+
+        None for the tokens of several blocks: nothing in any of them.
+        """
 
 
 class Request:

@@ -320,17 +320,19 @@ class SingleTypeKVCacheManager:
     def log_stored(self, request: RequestLike, run: range) -> None:
         """Tell that the blocks of these positions are in the index now. O(tokens of the run)."""
         hashes, size, stride = request.block_hashes, self.block_size, self.stride
+        start, stop = run.start * size, run.stop * size
         source = self._event_source(request)
+        has_keys = source.extra_keys(start, stop) is not None  # nearly never
         self._pool.log(
             BlockStored(
-                block_hashes=[hashes[(position + 1) * stride - 1] for position in run],
+                block_hashes=list(hashes[(run.start + 1) * stride - 1 : run.stop * stride : stride]),
                 parent_block_hash=hashes[run.start * stride - 1] if run.start else None,
-                token_ids=list(request.all_token_ids[run.start * size : run.stop * size]),
+                token_ids=list(request.all_token_ids[start:stop]),
                 block_size=size,
                 lora_id=source.lora_id,
                 medium=MEDIUM_GPU,
                 lora_name=source.lora_name,
-                extra_keys=[source.extra_keys(p * size, (p + 1) * size) for p in run],
+                extra_keys=[source.extra_keys(p * size, (p + 1) * size) if has_keys else None for p in run],
                 group_idx=self.group_id,
             )
         )

@@ -210,8 +210,6 @@ void BlockHashes::extend(nb::handle token_ids, nb::handle suffixes) {
 
 namespace {
 
-nb::bytes as_bytes(const Hash& hash) { return nb::bytes(hash.bytes, digest_bytes); }
-
 // Every `step`-th hash from `start` on, `count` of them.
 nb::list as_list(std::span<const Hash> hashes, Py_ssize_t start, Py_ssize_t step, Py_ssize_t count) {
     nb::object list = nb::steal(PyList_New(count));

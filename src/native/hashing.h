@@ -18,6 +18,8 @@ struct Hash {
     bool operator==(const Hash& other) const { return std::memcmp(bytes, other.bytes, digest_bytes) == 0; }
 };
 
+inline nanobind::bytes as_bytes(const Hash& hash) { return nanobind::bytes(hash.bytes, digest_bytes); }
+
 // The hashes of a growing sequence's full blocks.
 class BlockHashes {
 public:

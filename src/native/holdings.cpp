@@ -151,6 +151,7 @@ struct Stepper::Newcomer {
     Facts facts{};
     nb::object request_id, hits;              // the hits: a tuple of block lists
     std::vector<const BlockList*> hit_lists;  // one a group
+    int64_t generation = 0;                   // the pool's when they were found
     int64_t junction = 0;
     nb::object tables, holding;  // new and empty
 };
@@ -352,6 +353,7 @@ nb::object Stepper::admit(nb::handle request, nb::handle num_new, nb::handle num
     Facts& facts = newcomer.facts;
     if (!num_computed_tokens_.read_count(request.ptr(), computed) || computed != 0) return not_ours;
     if (!read(request.ptr(), options, facts)) return not_ours;
+    if (!read_hits(hits, newcomer)) return not_ours;
     facts.num_computed = num_hit;
     newcomer.request_id = request_id_.get(request.ptr());
     if (!PyUnicode_CheckExact(newcomer.request_id.ptr())) return not_ours;
@@ -363,7 +365,7 @@ nb::object Stepper::admit(nb::handle request, nb::handle num_new, nb::handle num
     newcomer.tables = as_tuple(tables);
     newcomer.holding = nb::cast(Holding(nb::borrow(request), newcomer.tables));
     // From here on nothing runs Python until the request is in and whole.
-    if (!read_hits(hits, num_hit, newcomer)) return not_ours;
+    if (!is_whole_hit(newcomer, num_hit)) return not_ours;
     if (holdings_->of(request.ptr()) != nullptr || !holdings_->get(newcomer.request_id).is_none()) return not_ours;
     for (size_t i = 0; i < rules_.size(); ++i) {
         const BlockList& found = *newcomer.hit_lists[i];
@@ -382,25 +384,32 @@ nb::object Stepper::admit(nb::handle request, nb::handle num_new, nb::handle num
     return answer.is_none() ? empty_ : wrap_(answer);
 }
 
-// The blocks of a hit, which must be this pool's, still cached, and cover exactly the hit. Runs no Python.
-bool Stepper::read_hits(nb::handle blocks, int64_t num_hits, Newcomer& newcomer) {
+// The blocks of a hit, which must be this pool's.
+bool Stepper::read_hits(nb::handle blocks, Newcomer& newcomer) {
     static const BlockList nothing;
     newcomer.hit_lists.assign(rules_.size(), &nothing);
-    if (blocks.is_none() || blocks.is(empty_)) return num_hits == 0;
-    PyObject *pool = hits_pool_.in_slot(blocks.ptr()), *generation = hits_generation_.in_slot(blocks.ptr());
-    PyObject *lists = hits_lists_.in_slot(blocks.ptr()), *junction = hits_junction_.in_slot(blocks.ptr());
-    int64_t made_at;
-    if (pool != pool_object_.ptr() || generation == nullptr || lists == nullptr || junction == nullptr) return false;
-    if (!is_count(generation, made_at) || made_at != pool_->generation() || !is_count(junction, newcomer.junction)) return false;
-    if (!PyTuple_CheckExact(lists) || PyTuple_GET_SIZE(lists) != static_cast<Py_ssize_t>(rules_.size())) return false;
-    newcomer.hits = nb::borrow(lists);
+    newcomer.generation = pool_->generation();
+    if (blocks.is_none() || blocks.is(empty_)) return true;
+    nb::object pool = hits_pool_.find(blocks.ptr()), generation = hits_generation_.find(blocks.ptr());
+    nb::object lists = hits_lists_.find(blocks.ptr()), junction = hits_junction_.find(blocks.ptr());
+    if (!pool.is(pool_object_) || !generation.is_valid() || !lists.is_valid() || !junction.is_valid()) return false;
+    if (!is_count(generation, newcomer.generation) || !is_count(junction, newcomer.junction)) return false;
+    if (!PyTuple_CheckExact(lists.ptr()) || nb::len(lists) != rules_.size()) return false;
+    newcomer.hits = lists;
     for (size_t i = 0; i < rules_.size(); ++i) {
-        PyObject* list = PyTuple_GET_ITEM(lists, i);
+        PyObject* list = PyTuple_GET_ITEM(lists.ptr(), i);
         if (!nb::isinstance<BlockList>(list)) return false;
         newcomer.hit_lists[i] = nb::inst_ptr<BlockList>(list);
-        if (newcomer.hit_lists[i]->size() * rules_[i].block_size != num_hits) return false;
     }
     return true;
+}
+
+// Whether the hit is still cached and every group's blocks cover exactly its tokens.
+bool Stepper::is_whole_hit(const Newcomer& newcomer, int64_t num_tokens) const {
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        if (newcomer.hit_lists[i]->size() * rules_[i].block_size != num_tokens) return false;
+    }
+    return newcomer.generation == pool_->generation();
 }
 
 // Whether an admission fits even if nothing dies on the way; if not, Python plans it exactly.

@@ -147,7 +147,8 @@ private:
     bool read(PyObject* request, const StepOptions& options, Facts& facts);
     Outcome act(Holding& holding, int64_t num_new, const StepOptions& options, const Facts& facts);
     bool can_go_on(const Holding& holding, int64_t computed) const;
-    bool read_hits(nanobind::handle blocks, int64_t num_hits, Newcomer& newcomer);
+    bool read_hits(nanobind::handle blocks, Newcomer& newcomer);
+    bool is_whole_hit(const Newcomer& newcomer, int64_t num_tokens) const;
     bool surely_fits(const Newcomer& newcomer, int64_t num_main, int64_t num_slots) const;
     void enter(const Newcomer& newcomer);
     int64_t plan(const Holding& holding, const Facts& facts, int64_t num_main, int64_t num_slots);

@@ -463,7 +463,7 @@ void Pool::clear_index() {
     }
     queue_.forget_recency();
     note(Happened::reset, null_block);
-    if (logs_events_) events_.push_back({Change::cleared, 0, {}, {}});
+    if (logs_events_) events_.push_back({Change::cleared, 0, 0, {}});
 }
 
 std::vector<BlockId> Pool::reserve(int64_t num_blocks) {
@@ -507,8 +507,12 @@ void Pool::take(std::span<BlockId> out) {
 // Takes a block out of the index; tells it if it was the last copy.
 void Pool::evict(BlockId block) {
     if (index_.erase(block) && logs_events_) {
-        events_.push_back({Change::removed, blocks_[block].group, {}, {}});
-        std::memcpy(events_.back().digest, index_.digest(block), digest_bytes);
+        Group group = blocks_[block].group;
+        if (events_.empty() || events_.back().what != Change::removed || events_.back().group != group) {
+            events_.push_back({Change::removed, group, 0, {}});
+        }
+        ++events_.back().num_hashes;
+        std::memcpy(removed_.emplace_back().bytes, index_.digest(block), digest_bytes);
     }
     blocks_[block].flags &= static_cast<uint16_t>(~hit_once);
     ++generation_;
@@ -601,11 +605,13 @@ void Pool::requeue(const Freed* end) {
 // -- events -------------------------------------------------------------------------------------
 
 void Pool::log(nb::object event) {
-    if (logs_events_) events_.push_back({Change::logged, 0, {}, std::move(event)});
+    if (logs_events_) events_.push_back({Change::logged, 0, 0, std::move(event)});
 }
 
 nb::list Pool::take_events() {
     std::vector<Event> events = std::exchange(events_, {});
+    std::vector<Hash> hashes = std::exchange(removed_, {});
+    const Hash* next = hashes.data();
     nb::list list;
     if (events.empty()) return list;
     nb::module_ classes = nb::module_::import_("kvpager.events");
@@ -616,9 +622,9 @@ nb::list Pool::take_events() {
             case Change::logged: list.append(event.object); break;
             case Change::cleared: list.append(cleared()); break;
             case Change::removed: {
-                nb::list hashes;
-                hashes.append(nb::bytes(event.digest, digest_bytes));
-                list.append(removed(hashes, medium, event.group));
+                nb::list gone;
+                for (const Hash* end = next + event.num_hashes; next != end; ++next) gone.append(as_bytes(*next));
+                list.append(removed(gone, medium, event.group));
             }
         }
     }

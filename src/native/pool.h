@@ -14,6 +14,7 @@
 #include "free_queue.h"
 #include "hash_index.h"
 #include "hashes.h"
+#include "hashing.h"
 
 namespace kvpager {
 
@@ -118,7 +119,7 @@ private:
     struct Event {
         Change what;
         Group group;
-        uint8_t digest[digest_bytes];
+        uint32_t num_hashes;  // of `removed_`, in order: those that left one after the other are one event
         nanobind::object object;
     };
 
@@ -161,6 +162,7 @@ private:
     std::vector<Freed> freed_;  // scratch, kept for its memory
     std::vector<Note> notes_;
     std::vector<Event> events_;
+    std::vector<Hash> removed_;
     nanobind::object residency_;
 };
 

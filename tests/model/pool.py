@@ -476,7 +476,11 @@ class BlockPool:
         if not copies:
             del self._index[key]
             if self._events is not None:
-                self._events.append(BlockRemoved([key[1]], MEDIUM_GPU, key[0]))
+                last = self._events[-1] if self._events else None
+                if isinstance(last, BlockRemoved) and last.group_idx == key[0]:
+                    last.block_hashes.append(key[1])
+                else:
+                    self._events.append(BlockRemoved([key[1]], MEDIUM_GPU, key[0]))
         self._hashes[block_id] = None
         self._useful[block_id] = 0
         self.generation += 1

@@ -139,7 +139,7 @@ def test_removed_is_told_with_the_last_copy_and_events_rebuild_the_index() -> No
     assert manager.take_events() == []
     manager.evict_blocks(manager.get_block_ids("b")[0])
     removed = manager.take_events()
-    assert [type(event) for event in removed] == [BlockRemoved, BlockRemoved]
+    assert [type(event) for event in removed] == [BlockRemoved]
     apply_events(index, removed)
     assert index == set()
     manager.free(a)
