@@ -230,10 +230,11 @@ class KVCacheManager:
         blocks changed).
         """
         if not (num_external_computed_tokens or delay_cache_blocks or num_encoder_tokens):
-            options = (num_lookahead_tokens, reserved_blocks, has_scheduled_reqs)
             answer: KVCacheBlocks | None = NotImplemented
             if new_computed_blocks is None and not (num_new_computed_tokens or full_sequence_must_fit):
-                answer = self._stepper.step(request, num_new_tokens, *options)
+                answer = self._stepper.step(
+                    request, num_new_tokens, num_lookahead_tokens, reserved_blocks, has_scheduled_reqs
+                )
             if answer is NotImplemented:
                 answer = self._stepper.admit(
                     request,
@@ -241,7 +242,9 @@ class KVCacheManager:
                     num_new_computed_tokens,
                     new_computed_blocks,
                     full_sequence_must_fit,
-                    *options,
+                    num_lookahead_tokens,
+                    reserved_blocks,
+                    has_scheduled_reqs,
                 )
                 if answer is not NotImplemented and answer is not None:
                     self._record_admission(request, num_new_computed_tokens)

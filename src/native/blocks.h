@@ -38,6 +38,8 @@ struct Block {
 };
 static_assert(sizeof(Block) == 16);
 
+inline void prefetch(const void* address) { __builtin_prefetch(address); }
+
 // Zeros that cost no time and no memory until they are looked at.
 template <typename Item>
 class ZeroedArray {
@@ -69,8 +71,16 @@ struct BlockList {
     std::vector<int64_t> step_ends{};
 
     int64_t size() const { return static_cast<int64_t>(ids.size()); }
-};
 
-inline void prefetch(const void* address) { __builtin_prefetch(address); }
+    void prefetch_all() const {
+        prefetch(this);
+        prefetch(this + 1);
+    }
+    // Where blocks are released, and where they are appended and committed.
+    void prefetch_ends() const {
+        prefetch(ids.data() + num_released);
+        prefetch(ids.data() + ids.size());
+    }
+};
 
 }  // namespace kvpager

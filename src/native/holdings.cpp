@@ -216,6 +216,7 @@ Stepper::Outcome Stepper::step(PyObject* request, int64_t num_new, const StepOpt
     const Holding* holding = holdings_->of(request);
     if (holding == nullptr) return Outcome::not_ours;
     if (is_quiet(*holding, computed, num_new, options)) return Outcome::quiet;
+    for (const BlockList* table : holding->tables()) table->prefetch_all();
     Facts facts{.num_computed = computed, .block_hashes = {}};
     if (!read(request, options, facts)) return Outcome::not_ours;
     // Reading may have run anything; from here on nothing does until the request is whole again.
@@ -259,6 +260,7 @@ Stepper::Outcome Stepper::act(Holding& holding, int64_t num_new, const StepOptio
     int64_t num_main = std::min(facts.num_computed + num_new, max_model_len_);
     int64_t num_slots = std::min(num_main + options.num_lookahead, max_model_len_);
     bool commits = commits_ && !holding.is_stale;
+    prefetch_step(holding, facts, commits ? std::min(num_main, facts.num_tokens) : 0);
     lengths_.clear();
     for (size_t i = 0; commits && i < rules_.size(); ++i) {
         check_hashes(i, holding.tables()[i]->num_committed, facts, std::min(num_main, facts.num_tokens));
@@ -309,6 +311,21 @@ void Stepper::check_hashes(size_t group, int64_t num_committed, const Facts& fac
     Hashes hashes(facts.block_hashes, rules_[group].stride);
     int64_t stop = std::min(rules_[group].commit_stop(num_tokens), hashes.num_positions());
     hashes.check(num_committed, stop);
+}
+
+// What a step touches of each group lies in many places: those of all groups are fetched side by side.
+void Stepper::prefetch_step(const Holding& holding, const Facts& facts, int64_t num_tokens) const {
+    for (const BlockList* table : holding.tables()) table->prefetch_ends();
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        const BlockList& table = *holding.tables()[i];
+        if (table.num_released < table.size()) pool_->prefetch_block(table.ids[table.num_released]);
+        if (!rules_[i].has_to_commit(table, num_tokens)) continue;
+        Hashes hashes(facts.block_hashes, rules_[i].stride);
+        pool_->prefetch_commit(table, rules_[i].group, hashes, table.num_committed);
+    }
+    for (const BlockList* table : holding.tables()) {
+        if (table->num_released < table->size()) pool_->prefetch_eviction(table->ids[table->num_released]);
+    }
 }
 
 void Stepper::commit(Holding& holding, const Facts& facts, int64_t num_tokens) {

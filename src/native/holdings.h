@@ -153,6 +153,7 @@ private:
     void enter(const Newcomer& newcomer);
     int64_t plan(const Holding& holding, const Facts& facts, int64_t num_main, int64_t num_slots);
     void take(Holding& holding, const Facts& facts, int64_t num_main);
+    void prefetch_step(const Holding& holding, const Facts& facts, int64_t num_tokens) const;
     void check_hashes(size_t group, int64_t num_committed, const Facts& facts, int64_t num_tokens) const;
     void commit(Holding& holding, const Facts& facts, int64_t num_tokens);
     nanobind::object appended(const Holding& holding) const;

@@ -381,6 +381,14 @@ void Pool::commit(BlockList& table, Group group, const Hashes& hashes, int64_t s
     }
 }
 
+void Pool::prefetch_commit(const BlockList& table, Group group, const Hashes& hashes, int64_t position) const {
+    if (position >= std::min(table.size(), hashes.num_positions())) return;
+    BlockId block = table.ids[position];
+    prefetch_block(block);
+    index_.prefetch_digest(block);
+    index_.prefetch_slot(index_.tag(hashes[position], group));
+}
+
 void Pool::compute(const BlockList& table, Range positions) {
     int64_t stop = std::min(positions.stop, table.size());
     for (int64_t position = positions.start; position < stop; ++position) {

@@ -83,6 +83,16 @@ public:
     void commit(BlockList& table, Group group, const Hashes& hashes, int64_t start, int64_t stop,
                 std::vector<Range>& runs);
 
+    // Fetch what a release, an eviction and a commit will touch of one block.
+    void prefetch_block(BlockId block) const {
+        prefetch(&blocks_[block]);
+        index_.prefetch_tag(block);
+    }
+    void prefetch_eviction(BlockId block) const {
+        if (block < num_blocks_) index_.prefetch_slot(index_.tag_of(block));
+    }
+    void prefetch_commit(const BlockList& table, Group group, const Hashes& hashes, int64_t position) const;
+
     // States that this step computes: they can be hit from the next one on.
     void compute(const BlockList& table, Range positions);
     bool is_computing(BlockId block) const { return blocks_[block].is(computing); }
