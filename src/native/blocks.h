@@ -1,6 +1,8 @@
 // What is known of one block, and the lists of blocks that requests hold.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -40,12 +42,24 @@ static_assert(sizeof(Block) == 16);
 
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
+// Big tables are read at random places, and each of their small pages would cost a walk through the page table.
+inline void ask_for_huge_pages(void* start, size_t size) {
+#ifdef MADV_HUGEPAGE
+    constexpr size_t page = 1 << 12, huge_page = 1 << 21;
+    auto address = reinterpret_cast<uintptr_t>(start), inside = (address + page - 1) / page * page;
+    if (size >= 2 * huge_page) madvise(reinterpret_cast<void*>(inside), address + size - inside, MADV_HUGEPAGE);
+#else
+    static_cast<void>(start), static_cast<void>(size);
+#endif
+}
+
 // Zeros that cost no time and no memory until they are looked at.
 template <typename Item>
 class ZeroedArray {
 public:
     explicit ZeroedArray(size_t size) : items_(static_cast<Item*>(std::calloc(size, sizeof(Item)))), size_(size) {
         if (!items_) throw std::bad_alloc();
+        ask_for_huge_pages(items_.get(), size * sizeof(Item));
     }
     Item& operator[](size_t index) { return items_.get()[index]; }
     const Item& operator[](size_t index) const { return items_.get()[index]; }

@@ -16,10 +16,9 @@ public:
     Hashes(nanobind::handle source, int64_t stride) : stride_(stride) {
         if (stride < 1) raise(invalid_request_error, "stride must be at least 1, got %lld", static_cast<long long>(stride));
         held_ = in_place(source);
-        if (nanobind::isinstance<BlockHashes>(held_)) {
-            std::span<const Hash> all = nanobind::inst_ptr<BlockHashes>(held_)->all();
-            compact_ = all.data();
-            num_positions_ = static_cast<int64_t>(all.size()) / stride;
+        if (const BlockHashes* hashes = BlockHashes::of(held_)) {
+            compact_ = hashes->all().data();
+            num_positions_ = static_cast<int64_t>(hashes->all().size()) / stride;
         } else {
             items_ = PySequence_Fast_ITEMS(held_.ptr());
             num_positions_ = PySequence_Fast_GET_SIZE(held_.ptr()) / stride;
@@ -28,7 +27,7 @@ public:
 
     // The same hashes as something that is read without running Python.
     static nanobind::object in_place(nanobind::handle source) {
-        if (nanobind::isinstance<BlockHashes>(source)) return nanobind::borrow(source);
+        if (BlockHashes::of(source) != nullptr) return nanobind::borrow(source);
         nanobind::object fast = nanobind::steal(PySequence_Fast(source.ptr(), "block hashes must be a sequence of bytes"));
         if (!fast.is_valid()) throw nanobind::python_error();
         return fast;

@@ -240,8 +240,8 @@ nb::object item(const BlockHashes& self, nb::handle index) {
 
 // Equal to any list or tuple of the same hashes.
 nb::object equals(const BlockHashes& self, nb::handle other) {
-    if (nb::isinstance<BlockHashes>(other)) {
-        std::span<const Hash> theirs = nb::inst_ptr<BlockHashes>(other)->all();
+    if (const BlockHashes* same = BlockHashes::of(other)) {
+        std::span<const Hash> theirs = same->all();
         return nb::bool_(std::equal(self.all().begin(), self.all().end(), theirs.begin(), theirs.end()));
     }
     if (!PyList_Check(other.ptr()) && !PyTuple_Check(other.ptr())) return nb::borrow(Py_NotImplemented);
@@ -266,6 +266,7 @@ void bind_hashing(nb::module_& module) {
         .def("count", [](const BlockHashes& self, nb::handle value) { return as_list(self).attr("count")(value); }, "value"_a.none())
         .def("__eq__", &equals, "other"_a.none())
         .def("__repr__", [](const BlockHashes& self) { return nb::repr(as_list(self)); });
+    BlockHashes::type = reinterpret_cast<PyTypeObject*>(hashes.ptr());
     hashes.attr("__hash__") = nb::none();  // it grows
     module.def("token_list", &token_list, nb::arg("token_ids").none(), "A new list of checked token ids.");
 }

@@ -30,6 +30,12 @@ public:
 
     std::span<const Hash> all() const { return hashes_; }
 
+    // Null if it is something else. Asked several times a step: nanobind's own question is a look-up.
+    static const BlockHashes* of(nanobind::handle object) {
+        return Py_TYPE(object.ptr()) == type ? nanobind::inst_ptr<BlockHashes>(object) : nullptr;
+    }
+    static inline PyTypeObject* type = nullptr;  // its Python class
+
 private:
     std::vector<Hash> hashes_;
     Hash parent_;  // of the first block

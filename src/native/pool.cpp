@@ -356,27 +356,25 @@ void Pool::commit(BlockList& table, Group group, const Hashes& hashes, int64_t s
     if (start >= stop) return;
     check_range(table, start, stop);
     check_ids(table, start, stop);
-    for (int64_t position = start; position < stop; ++position) {
-        hashes.prefetch_hash(position + window);
-        hashes[position];  // a bad one is refused before anything has changed
-    }
+    hashes.check(start, stop);
     std::array<uint32_t, window> tags;
-    for (int64_t begin = start; begin < stop; begin += window) {
-        int64_t end = std::min<int64_t>(begin + window, stop);
-        for (int64_t position = begin; position < end; ++position) {
-            index_.prefetch_slot(tags[position - begin] = index_.tag(hashes[position], group));
-            index_.prefetch_digest(table.ids[position]);
-            prefetch(&blocks_[table.ids[position]]);
-        }
-        for (int64_t position = begin; position < end; ++position) {
-            BlockId block = table.ids[position];
-            if (block == null_block || is_cached(block)) continue;
-            if (!index_.insert(block, tags[position - begin], hashes[position], group)) continue;
-            if (!runs.empty() && runs.back().stop == position) {
-                ++runs.back().stop;
-            } else {
-                runs.push_back({position, position + 1});
-            }
+    auto fetch = [&](int64_t position) {
+        hashes.prefetch_hash(position + window);
+        prefetch_block(table.ids[position]);
+        index_.prefetch_digest(table.ids[position]);
+        index_.prefetch_slot(tags[position % window] = index_.tag(hashes[position], group));
+    };
+    for (int64_t position = start; position < std::min<int64_t>(start + window, stop); ++position) fetch(position);
+    for (int64_t position = start; position < stop; ++position) {
+        BlockId block = table.ids[position];
+        uint32_t tag = tags[position % window];
+        if (position + static_cast<int64_t>(window) < stop) fetch(position + window);
+        if (block == null_block || is_cached(block)) continue;
+        if (!index_.insert(block, tag, hashes[position], group)) continue;
+        if (!runs.empty() && runs.back().stop == position) {
+            ++runs.back().stop;
+        } else {
+            runs.push_back({position, position + 1});
         }
     }
 }
@@ -491,22 +489,21 @@ std::vector<BlockId> Pool::take_new_block_ids() {
 
 // Takes blocks from the front of the queue; there are enough.
 void Pool::take(std::span<BlockId> out) {
-    for (size_t start = 0; start < out.size(); start += window) {
-        std::span<BlockId> some = out.subspan(start, std::min(window, out.size() - start));
-        for (BlockId& block : some) {
-            block = queue_.pop();
-            if (is_cached(block)) index_.prefetch_tag(block);
+    // What a block's eviction touches is fetched while those before it are evicted.
+    const size_t ahead = std::min(window / 2, out.size());
+    for (size_t i = 0; i < out.size() + 2 * ahead; ++i) {
+        if (i < out.size()) {
+            out[i] = queue_.pop();
+            if (is_cached(out[i])) index_.prefetch_tag(out[i]);
         }
-        for (size_t i = 0; i < some.size(); ++i) {
-            if (is_cached(some[i])) index_.prefetch_slot(index_.tag_of(some[i]));
-        }
-        for (size_t i = 0; i < some.size(); ++i) {
-            if (is_cached(some[i])) {
-                evict(some[i]);
+        if (size_t next = i - ahead; next < out.size() && is_cached(out[next])) index_.prefetch_slot(index_.tag_of(out[next]));
+        if (size_t next = i - 2 * ahead; next < out.size()) {
+            if (is_cached(out[next])) {
+                evict(out[next]);
                 ++num_evictions_;
             }
-            blocks_[some[i]].refs = 1;
-            note(Happened::allocated, some[i]);
+            blocks_[out[next]].refs = 1;
+            note(Happened::allocated, out[next]);
         }
     }
     num_free_ -= static_cast<int64_t>(out.size());
