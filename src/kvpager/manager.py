@@ -132,7 +132,7 @@ class KVCacheManager:
             max_model_len=max_model_len,
             commits=self.coordinator.can_hit,
             watermark_blocks=self.watermark_blocks,
-            fits_alone=self._fits_alone,
+            fits_alone=self.fits_alone,
             log_stored=self.coordinator.log_stored,
             wrap=partial(KVCacheBlocks, self.block_pool),
             empty=self.empty_kv_cache_blocks,
@@ -195,6 +195,34 @@ class KVCacheManager:
             num_blocks_to_free=releasable,
         )
         return self._judge(request, holding is None, match.hits, match.junction, tokens, conditions)
+
+    def fits_alone(self, request: RequestLike, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> bool:
+        """Whether the cache could ever hold the request, grown to its ``max_tokens``. Read only. O(groups).
+
+        Without ``max_tokens``: what it has by now. ``allocate_slots`` refuses a newcomer of which this is false, and
+        `probe` says NEVER; a host that cannot refuse requests may override it.
+        """
+        max_tokens = getattr(request, "max_tokens", None)
+        longest = request.num_tokens if max_tokens is None else request.num_prompt_tokens + max_tokens
+        longest = max(longest, request.num_tokens)
+        # A sequence that is all prompt needs the most: what fits then always fits.
+        return longest <= self.longest_that_fits(num_lookahead_tokens, num_encoder_tokens) or self._length_fits(
+            longest, request.num_prompt_tokens, num_lookahead_tokens, num_encoder_tokens
+        )
+
+    def longest_that_fits(self, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> int:
+        """The longest prompt that the cache can hold. O(1), but the first call bisects: need grows with length."""
+        key = (num_lookahead_tokens, num_encoder_tokens)
+        if key not in self._longest:
+            fits, too_many = 0, self.max_model_len + 1
+            while too_many - fits > 1:
+                middle = (fits + too_many) // 2
+                if self._length_fits(middle, middle, *key):
+                    fits = middle
+                else:
+                    too_many = middle
+            self._longest[key] = fits
+        return self._longest[key]
 
     def allocate_slots(
         self,
@@ -579,8 +607,8 @@ class KVCacheManager:
         """Whether the allocation fits. Read only: `probe` and ``allocate_slots`` both ask here."""
         coordinator, request_id = self.coordinator, request.request_id
         hit = tokens.num_local - request.num_computed_tokens
-        if is_new and not self._fits_alone(request, conditions.num_lookahead_tokens, tokens.num_encoder_tokens):
-            fitting = self._longest_that_fits(conditions.num_lookahead_tokens, tokens.num_encoder_tokens)
+        if is_new and not self.fits_alone(request, conditions.num_lookahead_tokens, tokens.num_encoder_tokens):
+            fitting = self.longest_that_fits(conditions.num_lookahead_tokens, tokens.num_encoder_tokens)
             return Probe(fit=Fit.NEVER, num_hit_tokens=hit, junction=junction, num_tokens_that_fit=fitting)
         if not coordinator.are_computed(hits):
             return Probe(fit=Fit.NEXT_STEP, num_hit_tokens=hit, junction=junction)
@@ -601,29 +629,6 @@ class KVCacheManager:
             num_blocks_short=short,
             limiting_group=max(range(len(needs)), key=needs.__getitem__) if short else None,
         )
-
-    def _fits_alone(self, request: RequestLike, num_lookahead: int, num_encoder: int) -> bool:
-        max_tokens = getattr(request, "max_tokens", None)
-        longest = request.num_tokens if max_tokens is None else request.num_prompt_tokens + max_tokens
-        longest = max(longest, request.num_tokens)
-        # A sequence that is all prompt needs the most: what fits then always fits.
-        return longest <= self._longest_that_fits(num_lookahead, num_encoder) or self._length_fits(
-            longest, request.num_prompt_tokens, num_lookahead, num_encoder
-        )
-
-    def _longest_that_fits(self, num_lookahead: int, num_encoder: int) -> int:
-        """The longest prompt that the cache can hold, bisected once: need grows with length."""
-        key = (num_lookahead, num_encoder)
-        if key not in self._longest:
-            fits, too_many = 0, self.max_model_len + 1
-            while too_many - fits > 1:
-                middle = (fits + too_many) // 2
-                if self._length_fits(middle, middle, num_lookahead, num_encoder):
-                    fits = middle
-                else:
-                    too_many = middle
-            self._longest[key] = fits
-        return self._longest[key]
 
     def _length_fits(self, num_tokens: int, num_prompt_tokens: int, num_lookahead: int, num_encoder: int) -> bool:
         main = min(num_tokens, self.max_model_len)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from .errors import ConfigError, DuplicateRequestError, InvalidRequestError, RequestTooLargeError, UnknownRequestError
 from .hashing import token_list
-from .manager import Fit, KVCacheManager
+from .manager import KVCacheManager
 from .request import Request, RequestStatus
 
 __all__ = ["ScheduledRequest", "Scheduler", "SchedulerOutput", "SchedulingPolicy"]
@@ -149,7 +149,7 @@ class Scheduler:
         """Queue a request.
 
         Raises ``DuplicateRequestError`` (its id is live), ``InvalidRequestError`` (it has run already) or
-        ``RequestTooLargeError`` (it could never fit). O(log waiting) and one `KVCacheManager.probe`.
+        ``RequestTooLargeError`` (it could never fit). O(log waiting + groups).
         """
         if request.request_id in self._live:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use by a live request; take another")
@@ -344,13 +344,9 @@ class Scheduler:
             raise RequestTooLargeError(request.request_id, request.num_prompt_tokens + 1, max_num_tokens)
         if request.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, request.num_prompt_tokens + request.max_tokens)
-        probe = self.manager.probe(
-            request,
-            num_lookahead_tokens=self.num_lookahead_tokens,
-            num_encoder_tokens=request.num_encoder_tokens,
-        )
-        if probe.fit is Fit.NEVER:
-            raise RequestTooLargeError(request.request_id, max_num_tokens, probe.num_tokens_that_fit or 0)
+        beside = (self.num_lookahead_tokens, request.num_encoder_tokens)
+        if not self.manager.fits_alone(request, *beside):
+            raise RequestTooLargeError(request.request_id, max_num_tokens, self.manager.longest_that_fits(*beside))
         return max_num_tokens
 
 

@@ -60,8 +60,11 @@ class _Manager(kvpager_manager.KVCacheManager):
 
     # vLLM has no way to refuse a request: one that says max_tokens=10**6 would block its queue for ever, though it
     # may well end after ten. So what counts is what a request has by now.
-    def _fits_alone(self, request: RequestLike, num_lookahead: int, num_encoder: int) -> bool:
-        return self._length_fits(request.num_tokens, request.num_prompt_tokens, num_lookahead, num_encoder)
+    def fits_alone(self, request: RequestLike, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> bool:
+        """Whether the cache could hold what the request has by now. O(groups)."""
+        return self._length_fits(
+            request.num_tokens, request.num_prompt_tokens, num_lookahead_tokens, num_encoder_tokens
+        )
 
     def fits(self, num_tokens: int, num_prompt_tokens: int) -> bool:
         """Whether the cache could hold a sequence of so many tokens if it were alone. O(groups)."""
