@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs Python of the environment with vLLM 0.25.1, kvpager as built from here installed in it.
+# Runs Python of the environment with vLLM 0.25.1, kvpager as built from here on its path (nothing is installed in it).
 #   ORACLE=DIR tests/oracle.sh ARGUMENTS…
 # The environment is made elsewhere (CONTRIBUTING.md says how); without it nothing runs, and that is said.
 set -eu
@@ -11,7 +11,7 @@ if [ ! -x "$ORACLE/bin/python" ]; then
 fi
 # shellcheck disable=SC1091
 . "$ORACLE/env.sh"
-"$ORACLE/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps . 2>/dev/null
-# Its sitecustomize lets torchvision import beside a CPU build of torch.
-export PYTHONPATH="$PWD/tests/inside_vllm/path${PYTHONPATH:+:$PYTHONPATH}"
+"$ORACLE/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/oracle . 2>/dev/null
+# The sitecustomize in `path` lets torchvision import beside a CPU build of torch.
+export PYTHONPATH="$PWD/build/oracle:$PWD/tests/inside_vllm/path${PYTHONPATH:+:$PYTHONPATH}"
 exec "$ORACLE/bin/python" "$@"
