@@ -263,8 +263,9 @@ class BlockPool:
 class GroupRule:
     """What one group's attention kind means for the tables of requests, as numbers.
 
-    ``lag`` and ``interval`` are -1 where the kind has none. ``grows``: with the tokens; ``keeps_prompt``: only
-    what was decoded dies; ``is_state``: a block is a state; ``notes_new``: new blocks are to be zeroed.
+    ``lag``, ``shareable`` and ``interval`` are -1 where the kind has none. ``grows``: with the tokens;
+    ``keeps_prompt``: only what was decoded dies; ``is_state``: a block is a state; ``notes_new``: new blocks are to
+    be zeroed.
     ``dead``, ``needed_for_hit`` and ``growth`` say what `AttentionSpec` and `SingleTypeKVCacheManager` say. O(1)
     each, but for ``worth_caching`` and ``commit``: O(parts) and O(newly full blocks).
     """
@@ -281,6 +282,7 @@ class GroupRule:
         alignment: int,
         commit_margin: int,
         hit_margin: int,
+        shareable: int,
         interval: int,
         grows: bool,
         keeps_prompt: bool,

@@ -47,6 +47,9 @@ class KVCacheCoordinator:
         check_eagle(config.specs, eagle_groups)
         self.alignment = config.alignment
         self.block_pool = pool
+        # Where one group's tokens depend on where the prompt ended, the other layers' do too.
+        limits = [spec.shareable_decoded for spec in config.specs if spec.shareable_decoded is not None]
+        self._shareable_decoded = min(limits, default=None)
         self.single_type_managers = tuple(
             SingleTypeKVCacheManager(
                 group_id,
@@ -55,6 +58,7 @@ class KVCacheCoordinator:
                 stride=spec.block_size // config.hash_size,
                 alignment=config.alignment,
                 is_eagle=group_id in eagle_groups,
+                shareable_decoded=self._shareable_decoded,
                 retention_interval=config.retention_interval,
                 event_source=event_source,
             )
@@ -140,6 +144,11 @@ class KVCacheCoordinator:
             before_gap = (start - 1) * group.block_size - group.hit_margin
             length = max(0, before_gap) // self.alignment * self.alignment
         return 0
+
+    def num_shareable(self, num_tokens: int, num_prompt_tokens: int) -> int:
+        """How many of the tokens may be hit: the K/V of the others depends on where the prompt ended. O(1)."""
+        limit = self._shareable_decoded
+        return num_tokens if limit is None else min(num_tokens, num_prompt_tokens + limit)
 
     def no_match(self) -> Match:
         """The answer where nothing can be hit. O(1)."""

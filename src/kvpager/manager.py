@@ -519,7 +519,8 @@ class KVCacheManager:
     def _match(self, request: RequestLike) -> Match:
         if request.skip_reading_prefix_cache:
             return self.coordinator.no_match()
-        return self.coordinator.match(request.block_hashes, request.num_tokens - 1)
+        max_tokens = self.coordinator.num_shareable(request.num_tokens - 1, request.num_prompt_tokens)
+        return self.coordinator.match(request.block_hashes, max_tokens)
 
     def _holding(self, request: RequestLike) -> Holding | None:
         holding = self._holdings.get(request.request_id)

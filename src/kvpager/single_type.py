@@ -47,7 +47,7 @@ class SingleTypeKVCacheManager:
 
     ``stride`` is how many hash blocks one of its blocks spans; ``alignment`` (tokens) is what hits
     of the whole cache are multiples of; ``is_eagle`` groups accept a hit only if one block more
-    would hit too.
+    would hit too; ``shareable_decoded`` is the cache's least (see `AttentionSpec`).
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class SingleTypeKVCacheManager:
         stride: int,
         alignment: int,
         is_eagle: bool,
+        shareable_decoded: int | None,
         retention_interval: int | None,
         event_source: Callable[[RequestLike], EventSource],
     ) -> None:
@@ -74,6 +75,7 @@ class SingleTypeKVCacheManager:
         self._pool = pool
         self._alignment = alignment
         self._event_source = event_source
+        self._shareable_decoded = shareable_decoded
         self._commit_margin = spec.block_size if is_eagle else 0
         self._checkpoint_interval = self._interval(retention_interval)
         self.rule = self._as_numbers()
@@ -91,6 +93,7 @@ class SingleTypeKVCacheManager:
             alignment=self._alignment,
             commit_margin=self._commit_margin,
             hit_margin=self.hit_margin,
+            shareable=-1 if self._shareable_decoded is None else self._shareable_decoded,
             interval=-1 if self._checkpoint_interval is None else self._checkpoint_interval,
             grows=spec.num_slots(1) != UNBOUNDED,
             keeps_prompt=spec.first_mortal_block(1) > 0,

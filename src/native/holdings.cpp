@@ -307,10 +307,10 @@ void Stepper::take(Holding& holding, const Facts& facts, int64_t num_main) {
 
 // A hash that is none is refused before anything has changed.
 void Stepper::check_hashes(size_t group, int64_t num_committed, const Facts& facts, int64_t num_tokens) const {
-    if (num_committed >= rules_[group].commit_stop(num_tokens)) return;
+    int64_t commit_stop = rules_[group].commit_stop(num_tokens, facts.num_prompt);
+    if (num_committed >= commit_stop) return;
     Hashes hashes(facts.block_hashes, rules_[group].stride);
-    int64_t stop = std::min(rules_[group].commit_stop(num_tokens), hashes.num_positions());
-    hashes.check(num_committed, stop);
+    hashes.check(num_committed, std::min(commit_stop, hashes.num_positions()));
 }
 
 // What a step touches of each group lies in many places: those of all groups are fetched side by side.
@@ -319,7 +319,7 @@ void Stepper::prefetch_step(const Holding& holding, const Facts& facts, int64_t 
     for (size_t i = 0; i < rules_.size(); ++i) {
         const BlockList& table = *holding.tables()[i];
         if (table.num_released < table.size()) pool_->prefetch_block(table.ids[table.num_released]);
-        if (!rules_[i].has_to_commit(table, num_tokens)) continue;
+        if (!rules_[i].has_to_commit(table, num_tokens, facts.num_prompt)) continue;
         Hashes hashes(facts.block_hashes, rules_[i].stride);
         pool_->prefetch_commit(table, rules_[i].group, hashes, table.num_committed);
     }
@@ -331,7 +331,7 @@ void Stepper::prefetch_step(const Holding& holding, const Facts& facts, int64_t 
 void Stepper::commit(Holding& holding, const Facts& facts, int64_t num_tokens) {
     for (size_t i = 0; i < rules_.size(); ++i) {
         BlockList& table = *holding.tables()[i];
-        if (!rules_[i].has_to_commit(table, num_tokens)) continue;
+        if (!rules_[i].has_to_commit(table, num_tokens, facts.num_prompt)) continue;
         Hashes hashes(facts.block_hashes, rules_[i].stride);
         runs_.clear();
         rules_[i].commit(*pool_, table, hashes, num_tokens, facts.num_prompt, holding.junction, runs_);
@@ -476,7 +476,9 @@ void Stepper::free(nb::handle request) {
     // before it, and the next turn of the session starts there.
     int64_t margin = 0, alignment = 1;
     for (const GroupRule& rule : rules_) margin = std::max(margin, rule.hit_margin), alignment = rule.alignment;
-    int64_t longest_hit = std::max<int64_t>(0, facts.num_processed() - margin) / alignment * alignment;
+    int64_t shareable = facts.num_processed();
+    for (const GroupRule& rule : rules_) shareable = rule.num_shareable(shareable, facts.num_prompt);
+    int64_t longest_hit = std::max<int64_t>(0, shareable - margin) / alignment * alignment;
     dead_.clear(), useful_.clear(), block_sizes_.clear();
     for (const GroupRule& rule : rules_) {
         dead_.push_back(rule.dead(longest_hit, facts.num_prompt));

@@ -33,16 +33,17 @@ void bind_rule(nb::module_& module) {
     nb::class_<GroupRule>(module, "GroupRule", nb::is_final())
         .def("__init__",
              [](GroupRule* rule, uint16_t group, int64_t block_size, int64_t stride, int64_t lag, int64_t span,
-                int64_t release_delay, int64_t alignment, int64_t commit_margin, int64_t hit_margin, int64_t interval,
-                bool grows, bool keeps_prompt, bool is_state, bool is_align, bool notes_new) {
-                 GroupRule made{group,      block_size, stride,       lag,      span,     release_delay, alignment, commit_margin,
-                                hit_margin, interval,   grows,        keeps_prompt, is_state, is_align,  notes_new};
+                int64_t release_delay, int64_t alignment, int64_t commit_margin, int64_t hit_margin, int64_t shareable,
+                int64_t interval, bool grows, bool keeps_prompt, bool is_state, bool is_align, bool notes_new) {
+                 GroupRule made{group,         block_size,    stride,     lag,       span,     release_delay,
+                                alignment,     commit_margin, hit_margin, shareable, interval, grows,
+                                keeps_prompt,  is_state,      is_align,   notes_new};
                  made.check();
                  new (rule) GroupRule(made);
              },
              nb::kw_only(), "group"_a, "block_size"_a, "stride"_a, "lag"_a, "span"_a, "release_delay"_a, "alignment"_a,
-             "commit_margin"_a, "hit_margin"_a, "interval"_a, "grows"_a, "keeps_prompt"_a, "is_state"_a, "is_align"_a,
-             "notes_new"_a)
+             "commit_margin"_a, "hit_margin"_a, "shareable"_a, "interval"_a, "grows"_a, "keeps_prompt"_a, "is_state"_a,
+             "is_align"_a, "notes_new"_a)
         .def("dead", [](const GroupRule& self, int64_t computed, int64_t prompt) { return as_python_range(self.dead(computed, prompt)); },
              "num_computed_tokens"_a, "num_prompt_tokens"_a)
         .def("needed_for_hit", [](const GroupRule& self, int64_t tokens) { return as_python_range(self.needed_for_hit(tokens)); },

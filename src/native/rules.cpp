@@ -6,7 +6,7 @@ namespace kvpager {
 
 void GroupRule::check() const {
     bool fine = block_size > 0 && stride > 0 && lag >= -1 && span > 0 && span % block_size == 0 && release_delay >= 0 &&
-                alignment > 0 && alignment % block_size == 0 && commit_margin >= 0 && hit_margin >= 0 && interval >= -1;
+                alignment > 0 && alignment % block_size == 0 && commit_margin >= 0 && hit_margin >= 0 && shareable >= -1 && interval >= -1;
     if (!fine) raise(config_error, "the numbers of group %d do not describe an attention kind", group);
 }
 
@@ -34,7 +34,9 @@ int64_t GroupRule::lowest_computed(const BlockList& table, int64_t num_prompt_to
 
 int64_t GroupRule::quiet_until(const BlockList& table, int64_t num_prompt_tokens, bool commits) const {
     int64_t until = num_slots(table);
-    if (commits) until = std::min(until, next_commit(table.num_committed) - 1);
+    if (int64_t next = next_commit(table.num_committed); commits && num_shareable(next, num_prompt_tokens) == next) {
+        until = std::min(until, next - 1);
+    }
     if (commits && is_align) until = std::min(until, num_slots(table) - 1);  // a step that ends there is noted
     if (lag >= 0) {
         int64_t released = std::max(table.num_released, first_mortal_block(num_prompt_tokens)) * block_size;
@@ -79,7 +81,7 @@ void GroupRule::grow(Pool& pool, BlockList& table, const Growth& growth) const {
 
 void GroupRule::commit(Pool& pool, BlockList& table, const Hashes& hashes, int64_t num_tokens,
                        int64_t num_prompt_tokens, int64_t junction, std::vector<Range>& runs) const {
-    int64_t start = table.num_committed, stop = commit_stop(num_tokens);
+    int64_t start = table.num_committed, stop = commit_stop(num_tokens, num_prompt_tokens);
     if (start >= stop) return;
     std::sort(table.step_ends.begin(), table.step_ends.end());
     worth_caching(start, stop, num_prompt_tokens, junction, [&](Range part) {

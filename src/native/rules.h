@@ -37,6 +37,7 @@ struct GroupRule {
     int64_t alignment;
     int64_t commit_margin;  // tokens beyond an aligned length that are cached too
     int64_t hit_margin;     // tokens beyond a hit that must be cached too
+    int64_t shareable;      // decoded tokens that can be hit; -1: all of them
     int64_t interval;       // between the hit lengths that are worth caching for; 0: none, -1: everything is worth it
     bool grows;             // with the tokens (not one state, not an encoder's output)
     bool keeps_prompt;      // only what was decoded dies
@@ -71,8 +72,14 @@ struct GroupRule {
     // Positions that serve `num_tokens`.
     int64_t num_positions(int64_t num_tokens) const { return ceil_div(num_tokens, block_size) + release_delay; }
 
+    // How many of `num_tokens` can be hit: beyond them K/V depends on where the prompt ended.
+    int64_t num_shareable(int64_t num_tokens, int64_t num_prompt_tokens) const {
+        return shareable < 0 ? num_tokens : std::min(num_tokens, num_prompt_tokens + shareable);
+    }
+
     // How many positions may be in the index with `num_tokens` computed.
-    int64_t commit_stop(int64_t num_tokens) const {
+    int64_t commit_stop(int64_t num_tokens, int64_t num_prompt_tokens) const {
+        num_tokens = num_shareable(num_tokens, num_prompt_tokens);
         int64_t aligned = num_tokens / alignment * alignment;
         if (aligned > 0 && commit_margin > 0) aligned = std::min(num_tokens, aligned + commit_margin);
         return aligned / block_size;
@@ -100,8 +107,8 @@ struct GroupRule {
     void step_ends(BlockList& table, int64_t num_tokens) const {
         if (is_align && num_tokens % block_size == 0) table.step_ends.push_back(num_tokens / block_size - 1);
     }
-    bool has_to_commit(const BlockList& table, int64_t num_tokens) const {
-        return table.num_committed < commit_stop(num_tokens);
+    bool has_to_commit(const BlockList& table, int64_t num_tokens, int64_t num_prompt_tokens) const {
+        return table.num_committed < commit_stop(num_tokens, num_prompt_tokens);
     }
     // Appends the runs of positions whose hash was new to the index.
     void commit(Pool& pool, BlockList& table, const Hashes& hashes, int64_t num_tokens, int64_t num_prompt_tokens,

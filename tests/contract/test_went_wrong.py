@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpager.attention import AttentionSpec, FullAttention, Mamba, SlidingWindow
+from kvpager.attention import AttentionSpec, FullAttention, Mamba, ReferenceWindow, SlidingWindow
 from kvpager.check import check_manager
 from kvpager.config import CacheConfig, GroupSpec
 from kvpager.errors import (
@@ -391,3 +391,34 @@ def test_hybrid_sessions_dead_window_blocks_pushed_out_useful_ones() -> None:
 
 def test_errors_are_the_packages_own() -> None:
     assert all(issubclass(e, KVPagerError) for e in (BlockStateError, DuplicateRequestError, RequestTooLargeError))
+
+
+def test_a_reference_window_shares_only_what_does_not_depend_on_where_the_prompt_ended() -> None:
+    """Behind prompt and window a token no longer reads all before it: for a longer prompt its K/V is another."""
+    window, prompt = 8, 10
+    manager = manager_of(ReferenceWindow(block_size=4, window=window), FULL)
+    first = request_of(manager, "first", list(range(prompt)))
+    assert admit(manager, first) == 0
+    for token in range(100, 130):
+        first.append_output_token_ids(token)
+        assert manager.allocate_slots(first, 1) is not None
+        first.num_computed_tokens += 1
+    exact = (prompt + window + 1) // 4
+    for blocks in manager.get_blocks(
+        "first"
+    ).blocks:  # other layers too: they read what the windowed one made of a token
+        cached = [position for position, block in enumerate(blocks) if block.block_hash]
+        assert set(cached) <= set(range(exact)) and len(blocks) > exact + 1
+    second = request_of(manager, "second", [*range(prompt), *range(100, 130)])
+    manager.free(first)
+    assert manager.get_computed_blocks(second)[1] == exact * 4
+
+
+def test_a_request_with_a_reference_window_does_not_resume_on_what_a_longer_prompt_left() -> None:
+    window, prompt = 8, 10
+    manager = manager_of(ReferenceWindow(block_size=4, window=window))
+    longer = request_of(manager, "longer", list(range(40)))
+    assert admit(manager, longer) == 0
+    resumed = request_of(manager, "resumed", list(range(prompt)))
+    resumed.append_output_token_ids(list(range(prompt, 40)))
+    assert manager.get_computed_blocks(resumed)[1] == (prompt + window + 1) // 4 * 4

@@ -16,6 +16,7 @@ DIFFERENCES = {
     "step: over-counted": "vLLM counts hit or external positions that are dead: it refuses what fits",
     "older copy of a state": "vLLM lets a hit wait whose hash was committed in this step, though an older copy serves",
     "align commit": "vLLM commits a Mamba state under a boundary that no step ended at",
+    "reference window commit": "vLLM commits decoded tokens whose K/V depends on where the prompt ended",
     "junctions": "with sparse retention vLLM keeps no checkpoint where two prompts part, kvpager does",
     "one BlockStored per hash": "vLLM tells every copy of a hash, kvpager the first stored and the last removed",
     "event tokens": "vLLM's BlockStored spells the tokens of skipped blocks too: tokens and hashes do not pair up",

@@ -229,6 +229,7 @@ class Twin:
         for live, _ in zip(batch, served, strict=False):
             live.ends.add(live.computed + 1)
             self._take_back_align_commits(live)
+            self._take_back_what_the_prompt_decides(live)
             self._take_back_junctions(live)
             self._computed(live, 1, [token])
         return True
@@ -245,6 +246,7 @@ class Twin:
         self._set_status(live, "waiting")
         live.is_loaded = True
         self._take_back_align_commits(live)
+        self._take_back_what_the_prompt_decides(live)
         self._take_back_junctions(live)
         return True
 
@@ -401,6 +403,7 @@ class Twin:
         if steer_commits:
             live.ends |= {live.computed + for_vllm.num_hit + for_vllm.num_external}
             self._take_back_align_commits(live)
+            self._take_back_what_the_prompt_decides(live)
             self._take_back_junctions(live)
 
     def _ask(self, live: Live, allocation: Allocation, ids: list[list[int]]) -> Ask:
@@ -488,6 +491,19 @@ class Twin:
         if off_boundary:
             self._difference("align commit")
             self._uncommit(off_boundary)
+
+    def _take_back_what_the_prompt_decides(self, live: Live) -> None:
+        """vLLM commits decoded tokens that no longer read all before them: assert just that, and take it back."""
+        kept = [kind.kept for kind in self.kinds if kind.kept]
+        if not kept:
+            return
+        theirs, ours, inexact = _keys(self.vllm.state().index), _keys(self.pager.state().index), set()
+        for kind, table in zip(self.kinds, self.vllm.table(live.rid), strict=True):
+            first = (live.num_prompt + min(kept) + 1) // kind.block
+            inexact |= {block for block in table[first:] if block in theirs and block not in ours}
+        if inexact:
+            self._difference("reference window commit")
+            self._uncommit(inexact)
 
     def _take_back_junctions(self, live: Live) -> None:
         """With sparse retention kvpager keeps what a hit at the junction needs: assert just that, and take it back."""

@@ -83,6 +83,10 @@ class Group:
         dead = self.dead_tokens(n, num_prompt_tokens)
         return len(dead) > 0 and dead.start <= tokens.start and tokens.stop <= dead.stop
 
+    def is_shareable(self, token: int, num_prompt_tokens: int) -> bool:
+        """Whether the token reads all before it, whatever is prompt and whatever was decoded."""
+        return self.kind != "reference_window" or not self.dead_tokens(token, num_prompt_tokens)
+
     def is_released(self, block: int, n: int, num_prompt_tokens: int) -> bool:
         """Dead even if the speculative states were rolled back."""
         return self.is_dead(block, max(0, n - self.num_speculative), num_prompt_tokens)
@@ -208,7 +212,7 @@ class NaiveManager:
         if not self.caching or request.skip_reading_prefix_cache:
             return nothing
         nodes = self.prefixes.of(request)
-        cap = request.num_tokens - 1
+        cap = min(request.num_tokens - 1, self.num_shareable(request))
         lengths = range(cap // self.alignment * self.alignment, 0, -self.alignment)
         length = next((n for n in lengths if all(self._accepts(g, n, cap, nodes) for g in self.groups)), 0)
         full = [g for g in self.groups if g.kind in (*FULL_KINDS, "reference_window")]
@@ -220,6 +224,12 @@ class NaiveManager:
             row = [self._cached(group, j, nodes) if j in needed else NULL for j in range(length // group.size)]
             tables.append([NULL if block is None else block for block in row])
         return tables, length, junction
+
+    def num_shareable(self, request: Any) -> int:
+        """Leading tokens whose K/V, in whatever layer, does not depend on where the prompt ended."""
+        prompt = request.num_prompt_tokens
+        tokens = range(self.max_model_len + 1)
+        return next((p for p in tokens if not all(g.is_shareable(p, prompt) for g in self.groups)), tokens.stop)
 
     def _cached(self, group: Group, position: int, nodes: list[int]) -> int | None:
         end = (position + 1) * group.size
@@ -517,6 +527,7 @@ class NaiveManager:
             return
         if books.loading:
             limit = min(limit, books.loading.start)
+        limit = min(limit, self.num_shareable(books.request))
         nodes = self.prefixes.of(books.request)
         aligned = limit // self.alignment * self.alignment
         for group in self.groups:
@@ -655,7 +666,8 @@ class NaiveManager:
         if books is None:
             return
         # What the longest hit left behind needs is not dead: the next turn of a session starts there.
-        n = max(0, request.num_computed_tokens - request.num_in_flight_tokens - self.one_more)
+        n = min(request.num_computed_tokens - request.num_in_flight_tokens, self.num_shareable(request))
+        n = max(0, n - self.one_more)
         n = n // self.alignment * self.alignment
         entries = []
         for group in self.groups:

@@ -2,9 +2,10 @@
 
 A slot of an attention block holds the prefix that ends at its token, a state block the prefix
 that the state has seen, both as nodes of ``Prefixes``, with the weights they were computed
-under. Steps run in the order in which they were scheduled, one batch at a time, through the
-tables they were scheduled with. A step may read only what a kernel would find right: every
-token that is not dead, of exactly its own prefix.
+under; and with the prompt's length where a reference window made that matter. Steps run in the
+order in which they were scheduled, one batch at a time, through the tables they were scheduled
+with. A step may read only what a kernel would find right: every token that is not dead, of exactly
+its own prefix.
 """
 
 from __future__ import annotations
@@ -108,14 +109,14 @@ class Tensors:
                 continue
             if group.kind == "mamba":
                 block = table[0 if group.mode == "none" else (span.stop - 1) // group.size]
-                good = (nodes[span.stop], device.weights)
+                good = (self._left(device, nodes, span.stop), device.weights)
                 self.memory[block] = {0: GARBAGE if block in failed else good}
                 self.written_by[block] = 0
                 continue
             for p in span:
                 block = table[p // group.size]
                 if block != NULL:
-                    good = (nodes[p + 1], device.weights)
+                    good = (self._left(device, nodes, p + 1), device.weights)
                     self._put(block, p % group.size, GARBAGE if block in failed else good)
         device.processed = span.stop
 
@@ -140,6 +141,13 @@ class Tensors:
             nodes.append(self.prefixes.child(nodes[-1], token))
         return nodes
 
+    def _left(self, device: Device, nodes: Sequence[int], end: int) -> Any:
+        """What ``end`` tokens leave: their prefix, and with a reference window also where the prompt ended."""
+        prompt = device.num_prompt_tokens
+        if end == 0 or all(group.is_shareable(end - 1, prompt) for group in self.groups):
+            return nodes[end]
+        return nodes[end], prompt
+
     def _advance(self, item: Item) -> list[int]:
         """Feed the tokens, sample; the nodes of everything fed, guesses included."""
         device, start = item.device, item.device.processed
@@ -163,7 +171,9 @@ class Tensors:
             if group.kind != "mamba" or n == 0:
                 continue
             block = item.tables[group.index][0 if group.mode == "none" else (n - 1) // group.size]
-            self._expect(item, block, 0, nodes[n], f"state after {n} tokens of group {group.index}")
+            self._expect(
+                item, block, 0, self._left(item.device, nodes, n), f"state after {n} tokens of group {group.index}"
+            )
             if not item.garbage and self.written_by.get(block, 0) >= self.num_batches:
                 raise WrongText(f"{item.name}: state block {block} is computed by this very step")
 
@@ -178,7 +188,8 @@ class Tensors:
                 for p in range(start, start + item.count):
                     if p // group.size >= len(table) or table[p // group.size] == NULL:
                         raise WrongText(f"{item.name}: token {p} of group {group.index} has no slot in {table}")
-                    value = GARBAGE if item.garbage else (nodes[p + 1], item.device.weights)
+                    left = self._left(item.device, nodes, p + 1)
+                    value = GARBAGE if item.garbage else (left, item.device.weights)
                     self._put(table[p // group.size], p % group.size, value)
 
     def _write_states(self, item: Item, group: Group, table: Sequence[int], start: int, nodes: list[int]) -> None:
@@ -190,7 +201,8 @@ class Tensors:
             block = table[0 if group.mode == "none" else (n - 1) // group.size]
             if block == NULL:
                 raise WrongText(f"{item.name}: state after {n} tokens of group {group.index} has no block in {table}")
-            self.memory[block] = {0: GARBAGE if item.garbage else (nodes[n], item.device.weights)}
+            left = self._left(item.device, nodes, n)
+            self.memory[block] = {0: GARBAGE if item.garbage else (left, item.device.weights)}
             self.written_by[block] = self.num_batches
 
     def _encode(self, item: Item, group: Group, table: Sequence[int]) -> None:
@@ -214,14 +226,15 @@ class Tensors:
             for p in range(start):
                 if p not in dead:
                     what = f"token {p} of group {group.index} (computing from {start})"
-                    self._expect(item, table[p // group.size], p % group.size, nodes[p + 1], what)
+                    left = self._left(item.device, nodes, p + 1)
+                    self._expect(item, table[p // group.size], p % group.size, left, what)
 
-    def _expect(self, item: Item, block: int, slot: int, node: int, what: str) -> None:
+    def _expect(self, item: Item, block: int, slot: int, left: Any, what: str) -> None:
         got = self.memory.get(block, {}).get(slot) if block != NULL else None
         if got == GARBAGE and self.garbage_allowed:
             item.garbage = True
-        elif got != (node, item.device.weights):
-            raise WrongText(f"{item.name}: {what} should be in block {block} slot {slot}: {node}, found {got}")
+        elif got != (left, item.device.weights):
+            raise WrongText(f"{item.name}: {what} should be in block {block} slot {slot}: {left}, found {got}")
 
     def _put(self, block: int, slot: int, value: tuple[Any, int]) -> None:
         self.memory.setdefault(block, {})[slot] = value

@@ -44,8 +44,8 @@ FAULTS = [
     Fault("coordinator.py", "shared = shared or length", "shared = 0", "junctions are never learnt"),
     Fault(
         "manager.py",
-        "return self.coordinator.match(request.block_hashes, request.num_tokens - 1)",
-        "return self.coordinator.match(request.block_hashes, request.num_tokens)",
+        "max_tokens = self.coordinator.num_shareable(request.num_tokens - 1, request.num_prompt_tokens)",
+        "max_tokens = self.coordinator.num_shareable(request.num_tokens, request.num_prompt_tokens)",
         "the last token is hit too",
     ),
     Fault(

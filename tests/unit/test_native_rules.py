@@ -124,19 +124,23 @@ def test_what_is_worth_caching(
     assert sorted(positions) == sorted(worth_caching(group, start, start + count, prompt, junction))
 
 
-@given(spec=specs, other=others, is_eagle=st.booleans(), computed=st.integers(1, 100))
-def test_how_far_blocks_are_committed(spec: AttentionSpec, other: int, is_eagle: bool, computed: int) -> None:
-    """Aligned, one block more for groups whose hits must leave one, never what is not computed; then quiet."""
+@given(spec=specs, other=others, is_eagle=st.booleans(), computed=st.integers(1, 100), prompt=st.integers(1, 100))
+def test_how_far_blocks_are_committed(
+    spec: AttentionSpec, other: int, is_eagle: bool, computed: int, prompt: int
+) -> None:
+    """Aligned, one block more for groups whose hits must leave one, never what is not computed or depends on where
+    the prompt ended; then quiet."""
     group = group_of(spec, other, is_eagle)
     pool = BlockPool(120, 2)
     table = BlockList()
     pool.extend(table, ceil_div(computed, group.block_size))
-    group.rule.commit(pool, table, [], computed, 1, 0)
-    aligned = computed // group._alignment * group._alignment
+    group.rule.commit(pool, table, [], computed, prompt, 0)
+    limit = computed if spec.shareable_decoded is None else min(computed, prompt + spec.shareable_decoded)
+    aligned = limit // group._alignment * group._alignment
     margin = group.block_size if group._commit_margin and aligned else 0
-    assert table.num_committed == min(computed, aligned + margin) // group.block_size
-    until = group.rule.quiet_until(table, 1_000, True)
+    assert table.num_committed == min(limit, aligned + margin) // group.block_size
+    until = group.rule.quiet_until(table, prompt, True)
     pool.extend_null(table, 20)  # slots to spare: only commits are looked at
     for ended in range(until + 1):
-        assert group.rule.commit(pool, table, [], ended, 1, 0) == []
-    assert table.num_committed == min(computed, aligned + margin) // group.block_size
+        assert group.rule.commit(pool, table, [], ended, prompt, 0) == []
+    assert table.num_committed == min(limit, aligned + margin) // group.block_size

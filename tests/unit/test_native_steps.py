@@ -24,6 +24,7 @@ RULE: dict[str, Any] = dict.fromkeys(("grows", "keeps_prompt", "is_state", "is_a
     "alignment": 4,
     "commit_margin": 0,
     "hit_margin": 0,
+    "shareable": -1,
     "interval": -1,
 }
 

@@ -93,6 +93,11 @@ class AttentionSpec:
         """The first block that can ever die."""
         return 0
 
+    @property
+    def shareable_decoded(self) -> int | None:
+        """How many decoded tokens can be hit (None: all): later ones' K/V depends on where the prompt ended."""
+        return None
+
     def num_positions(self, num_slots: int, num_encoder_tokens: int) -> int:
         """Table length that ``num_slots`` token slots need. O(1)."""
         return ceil_div(num_slots, self.block_size)

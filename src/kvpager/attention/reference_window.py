@@ -27,5 +27,11 @@ class ReferenceWindow(AttentionSpec):
     def lag(self) -> int:
         return self.window
 
+    @property
+    def shareable_decoded(self) -> int:
+        # The token this many behind the prompt is the last that still reads all before it. Who has a longer prompt
+        # would read more at later ones.
+        return self.window + 1
+
     def first_mortal_block(self, num_prompt_tokens: int) -> int:
         return ceil_div(num_prompt_tokens, self.block_size)
