@@ -24,15 +24,18 @@ class BlockList:
     """Block ids by position: a request's table in one group, or the blocks of a hit.
 
     ``num_committed`` and ``num_released`` are the positions up to which the owner has offered
-    blocks to the index and given dead ones back.
+    blocks to the index and given dead ones back. ``is_running`` and ``step_ends`` (positions at whose
+    end a step ended) are for align groups.
     """
 
-    __slots__ = ("_ids", "num_committed", "num_released")
+    __slots__ = ("_ids", "is_running", "num_committed", "num_released", "step_ends")
 
     def __init__(self, ids: Iterable[int] = ()) -> None:
         self._ids = list(ids)
         self.num_committed = 0
         self.num_released = 0
+        self.is_running = False
+        self.step_ends: list[int] = []
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -84,6 +87,7 @@ class BlockPool:
         self._hashes: list[tuple[int, bytes] | None] = [None] * num_blocks
         self._useful = bytearray(num_blocks)
         self._new: dict[int, None] = {}
+        self._computing: set[int] = set()
         self._index: dict[tuple[int, bytes], list[int]] = {}
         # Two circular lists through sentinels num_blocks (first out) and num_blocks + 1 (by recency).
         first_out, recent = num_blocks, num_blocks + 1
@@ -308,6 +312,20 @@ class BlockPool:
                 begin = runs.pop().start if runs and runs[-1].stop == position else position
                 runs.append(range(begin, position + 1))
         return runs
+
+    # -- states --------------------------------------------------------------------------------
+
+    def compute(self, block_ids: Iterable[int]) -> None:
+        """These blocks hold states that this very step computes (nulls: none). O(ids)."""
+        self._computing |= set(block_ids) - {NULL_BLOCK}
+
+    def is_computing(self, block_id: int) -> bool:
+        """Whether the block holds a state that this very step computes: no hit yet. O(1)."""
+        return self._checked(block_id) in self._computing
+
+    def new_step_starts(self) -> None:
+        """What the step before was computing is computed now."""
+        self._computing.clear()
 
     # -- blocks by id: references of outsiders -------------------------------------------------
 
