@@ -10,8 +10,9 @@ from kvpager.check import check_manager
 from kvpager.config import CacheConfig, GroupSpec
 from kvpager.extra_keys import LoRA
 from kvpager.hashing import BlockHasher
-from kvpager.manager import Fit, KVCacheManager
+from kvpager.manager import Fit
 from kvpager.request import Request, RequestStatus
+from model.lockstep import lockstep_manager
 
 from .layouts import Layout
 from .reference import Kind
@@ -54,14 +55,14 @@ def make_config(layout: Layout, num_blocks: int) -> CacheConfig:
 
 
 class KvpagerSide:
-    """kvpager's manager, eviction by recency, and its requests."""
+    """kvpager's manager in lockstep with plain Python, eviction by recency, and its requests."""
 
     name = "kvpager"
 
     def __init__(self, layout: Layout, num_blocks: int, **options: Any) -> None:
         config = make_config(layout, num_blocks)
         self._hasher = BlockHasher(layout.hash_size, seed=os.environ["PYTHONHASHSEED"], algorithm="sha256_cbor")
-        self.manager = KVCacheManager(
+        self.manager = lockstep_manager(
             config,
             max_model_len=layout.max_model_len,
             max_num_batched_tokens=layout.step,
