@@ -74,7 +74,8 @@ class _Lockstep(_Both):
             if verb not in ONLY_ANSWERS:
                 self._compare("the state")
         except Drift as drift:
-            drift.args = (f"{verb}{(*given, options)}: {drift}",)
+            words = [*map(repr, given), *(f"{name}={value!r}" for name, value in options.items())]
+            drift.args = (f"{verb}({', '.join(words)}): {drift}",)
             raise drift from (answer if isinstance(answer, Exception) else None)
         if isinstance(answer, Exception):
             raise answer

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import lcm
+from typing import Any
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import model.pool
 from kvpager import BlockList, BlockPool, CacheConfig, KVCacheCoordinator, SingleTypeKVCacheManager
 from kvpager.attention import (
     AttentionSpec,
@@ -19,6 +21,8 @@ from kvpager.attention import (
     ceil_div,
 )
 from kvpager.attention.base import UNBOUNDED
+from model.plain import plain_python
+from model.rules import GroupRule
 
 SPECS: list[AttentionSpec] = [
     FullAttention(block_size=4),
@@ -52,6 +56,13 @@ def group_of(
     return coordinator.single_type_managers[0]
 
 
+def in_plain_python(group: SingleTypeKVCacheManager) -> GroupRule:
+    with plain_python():
+        rule: Any = group._as_numbers()
+    assert isinstance(rule, GroupRule)
+    return rule
+
+
 specs = st.sampled_from(SPECS)
 others = st.sampled_from([4, 8, 16])
 numbers = st.integers(0, 100)
@@ -83,16 +94,6 @@ def test_how_a_table_grows(spec: AttentionSpec, computed: int, new: int, prompt:
     assert compiled == group._growth(length, computed + new, 0, dead, speculative, running)
 
 
-def worth_caching(group: SingleTypeKVCacheManager, start: int, stop: int, prompt: int, junction: int) -> set[int]:
-    """Position by position: whether a hit length that is worth it needs it."""
-    interval, alignment = group._checkpoint_interval, group._alignment
-    if interval is None:
-        return set(range(start, stop))
-    lengths = {junction} | ({(prompt - 1) // alignment * alignment} if interval != alignment else set())
-    lengths |= set(range(interval, 400, interval)) if interval else set()
-    return {p for length in lengths - {0} for p in group.needed_for_hit(length) if start <= p < stop}
-
-
 @settings(max_examples=300)
 @given(
     spec=specs,
@@ -121,7 +122,7 @@ def test_what_is_worth_caching(
     parts = group.rule.worth_caching(start, start + count, prompt, junction)
     assert all(a.stop <= b.start for a, b in pairwise(parts))
     positions = [position for part in parts for position in part]
-    assert sorted(positions) == sorted(worth_caching(group, start, start + count, prompt, junction))
+    assert positions == in_plain_python(group).worth_caching(start, start + count, prompt, junction)
 
 
 @given(spec=specs, other=others, is_eagle=st.booleans(), computed=st.integers(1, 100), prompt=st.integers(1, 100))
@@ -135,12 +136,39 @@ def test_how_far_blocks_are_committed(
     table = BlockList()
     pool.extend(table, ceil_div(computed, group.block_size))
     group.rule.commit(pool, table, [], computed, prompt, 0)
-    limit = computed if spec.shareable_decoded is None else min(computed, prompt + spec.shareable_decoded)
-    aligned = limit // group._alignment * group._alignment
-    margin = group.block_size if group._commit_margin and aligned else 0
-    assert table.num_committed == min(limit, aligned + margin) // group.block_size
+    committed = in_plain_python(group).commit_stop(computed, prompt)
+    assert table.num_committed == committed
     until = group.rule.quiet_until(table, prompt, True)
     pool.extend_null(table, 20)  # slots to spare: only commits are looked at
     for ended in range(until + 1):
         assert group.rule.commit(pool, table, [], ended, prompt, 0) == []
-    assert table.num_committed == min(limit, aligned + margin) // group.block_size
+    assert table.num_committed == committed
+
+
+@given(
+    spec=specs,
+    other=others,
+    is_eagle=st.booleans(),
+    length=st.integers(0, 30),
+    released=numbers,
+    committed=st.integers(0, 30),
+    prompt=st.integers(1, 60),
+    commits=st.booleans(),
+)
+def test_from_where_and_up_to_where_a_request_goes_on(
+    spec: AttentionSpec,
+    other: int,
+    is_eagle: bool,
+    length: int,
+    released: int,
+    committed: int,
+    prompt: int,
+    commits: bool,
+) -> None:
+    group = group_of(spec, other, is_eagle)
+    table, twin = BlockList(range(length)), model.pool.BlockList(range(length))
+    for one in (table, twin):
+        one.num_released, one.num_committed = spec.dead(released, prompt).stop, committed
+    rule = in_plain_python(group)
+    assert group.rule.lowest_computed(table, prompt) == rule.lowest_computed(twin, prompt)
+    assert group.rule.quiet_until(table, prompt, commits) == rule.quiet_until(twin, prompt, commits)
