@@ -1,5 +1,7 @@
 """Random lives of requests against the naive model: every kind of attention, every operation.
 
+The manager that is driven is two in lockstep, one on the compiled part and one in plain Python.
+
 The counted run is seeded and deterministic: each layout is driven until every operation has been
 carried out often enough. ``--hypothesis-seed`` has no effect on it; the Hypothesis machine below is
 small, and is there to shrink what it finds. A failure prints layout, seed and step.

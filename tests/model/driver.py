@@ -2,8 +2,8 @@
 
 ``Driver`` owns a seeded random source and one cache layout. Every operation does the same to both
 managers, compares what they answer, and then ``after`` compares everything there is to see: block
-ids of every table, free order, index, counts, events. Steps of the "model" run in batches through
-``Tensors``; up to two batches may be in flight.
+ids of every table, free order, index, counts, events. The real manager is in lockstep with one in plain
+Python. Steps of the "model" run in batches through ``Tensors``; up to two batches may be in flight.
 """
 
 from __future__ import annotations

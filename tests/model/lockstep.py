@@ -114,7 +114,9 @@ def _state(manager: KVCacheManager) -> dict[str, Any]:
             for group in manager.coordinator.single_type_managers
             for name, table in group.tables.items()
         },
-        "holdings": [_of(holding, OF_A_HOLDING) for holding in manager._holdings.values()],
+        "statistics": manager.prefix_cache_stats,
+        "order of admission": manager._holdings.request_ids(),
+        "holdings": {one.request.request_id: _of(one, OF_A_HOLDING) for one in manager._holdings.values()},
     }
 
 
@@ -141,8 +143,12 @@ def _told(manager: KVCacheManager, answer: Any) -> Any:
 
 
 def _same(what: str, real: Any, twin: Any) -> None:
-    if real == twin:
-        return
-    if isinstance(real, dict):  # only what differs
-        real, twin = ({k: v for k, v in a.items() if k not in b or b[k] != v} for a, b in ((real, twin), (twin, real)))
-    raise Drift(f"{what}: {real!r}, but in plain Python {twin!r}")
+    if real != twin:
+        raise Drift(f"{what}: {_apart(real, twin)!r}, but in plain Python {_apart(twin, real)!r}")
+
+
+def _apart(one: Any, other: Any) -> Any:
+    """Of a dict, only what is not the same in the other one."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return one
+    return {k: _apart(v, other[k]) if k in other else v for k, v in one.items() if k not in other or other[k] != v}
