@@ -1,6 +1,8 @@
 // The order in which free blocks are taken.
 #pragma once
 
+#include <span>
+
 #include "blocks.h"
 
 namespace kvpager {
@@ -19,16 +21,12 @@ public:
         for (BlockId list : {front_, dead_, recent_}) blocks_[list].next = blocks_[list].prev = list;
     }
 
-    // The next block to allocate; somebody has to be free.
-    BlockId pop() {
-        BlockId block = blocks_[front_].next;
-        if (block == front_) {
-            if (next_unused_ < end_) return next_unused_++;
-            block = blocks_[dead_].next;
-            if (block == dead_) block = blocks_[recent_].next;
-        }
-        unlink(block);
-        return block;
+    // The next blocks to allocate; so many have to be free.
+    void pop(std::span<BlockId> out) {
+        auto at = pop_from(front_, out.begin(), out.end());
+        while (at != out.end() && next_unused_ < end_) *at++ = next_unused_++;
+        at = pop_from(dead_, at, out.end());
+        pop_from(recent_, at, out.end());
     }
 
     void remove(BlockId block) {
@@ -87,6 +85,17 @@ public:
     BlockId next_unused() const { return next_unused_; }
 
 private:
+    // As many as there are, out to `end`; gives where the next one goes.
+    template <typename Iterator>
+    Iterator pop_from(BlockId list, Iterator at, Iterator end) {
+        BlockId block = blocks_[list].next;
+        if (at == end || block == list) return at;
+        for (; at != end && block != list; block = blocks_[block].next) *at++ = block;
+        blocks_[list].next = block;
+        blocks_[block].prev = list;
+        return at;
+    }
+
     void unlink(BlockId block) {
         BlockId before = blocks_[block].prev, after = blocks_[block].next;
         blocks_[before].next = after;

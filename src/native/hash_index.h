@@ -8,9 +8,10 @@ namespace kvpager {
 // A hash as callers hand it in.
 using Digest = const uint8_t*;
 
-// Open addressing, linear probing, sized for the whole pool at the start: at most half full, never
-// grown, no tombstones. A slot names the oldest block that carries a hash; the digest itself is
-// stored once a block and always compared in full. Further copies hang on a ring, oldest first.
+// Open addressing, linear probing, sized for the whole pool at the start: at most a quarter full, never
+// grown, no tombstones. Evictions and commits hardly ever meet a neighbour then, and what that costs is
+// a mispredicted branch. A slot names the oldest block that carries a hash; the digest itself is stored
+// once a block and always compared in full. Further copies hang on a ring, oldest first.
 class HashIndex {
 public:
     HashIndex(Block* blocks, size_t num_blocks);

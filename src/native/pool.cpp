@@ -489,13 +489,11 @@ std::vector<BlockId> Pool::take_new_block_ids() {
 
 // Takes blocks from the front of the queue; there are enough.
 void Pool::take(std::span<BlockId> out) {
+    queue_.pop(out);
     // What a block's eviction touches is fetched while those before it are evicted.
     const size_t ahead = std::min(window / 2, out.size());
     for (size_t i = 0; i < out.size() + 2 * ahead; ++i) {
-        if (i < out.size()) {
-            out[i] = queue_.pop();
-            if (is_cached(out[i])) index_.prefetch_tag(out[i]);
-        }
+        if (i < out.size()) index_.prefetch_tag(out[i]);
         if (size_t next = i - ahead; next < out.size() && is_cached(out[next])) index_.prefetch_slot(index_.tag_of(out[next]));
         if (size_t next = i - 2 * ahead; next < out.size()) {
             if (is_cached(out[next])) {
