@@ -19,7 +19,7 @@ FAULTS = [
     Fault("attention/sliding_window.py", "return self.window - 1", "return self.window", "window a token too wide"),
     Fault("attention/sliding_window.py", "return self.window - 1", "return self.window - 2", "window a token short"),
     Fault("attention/chunked_local.py", "return self.chunk_size", "return self.block_size", "chunks die in blocks"),
-    Fault("attention/reference_window.py", "return self.window", "return self.window - 1", "the gap eats a token"),
+    Fault("attention/reference_window.py", "return self.window\n", "return self.window - 1\n", "the gap eats a token"),
     Fault("attention/mamba.py", "else 1", "else 0", "the last state dies"),
     Fault("attention/base.py", "yield low", "return", "the peak before a release is not looked at"),
     # -- one hit length
