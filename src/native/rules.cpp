@@ -29,7 +29,8 @@ Growth GroupRule::growth(int64_t length, int64_t num_tokens, Range gone, bool ru
 
 int64_t GroupRule::lowest_computed(const BlockList& table, int64_t num_prompt_tokens) const {
     if (lag < 0 || table.num_released <= first_mortal_block(num_prompt_tokens)) return 0;
-    return table.num_released * block_size + lag;
+    // A table that ends within a span may have lost what is left of that span.
+    return ceil_div(table.num_released * block_size, span) * span + lag;
 }
 
 int64_t GroupRule::quiet_until(const BlockList& table, int64_t num_prompt_tokens, bool commits) const {

@@ -197,6 +197,17 @@ def test_computed_tokens_below_what_dead_blocks_allow(manager: KVCacheManager, r
     )
 
 
+def test_blocks_released_by_a_count_beyond_the_slots_are_not_read_again() -> None:
+    manager = make_manager(ChunkedLocalAttention(block_size=4, chunk_size=8))
+    request = make_request(manager, tokens=20)
+    assert manager.allocate_slots(request, 12)
+    request.num_computed_tokens = 12
+    manager.remove_skipped_blocks("a", 16)  # tokens 12 to 15 would read the third block, which is gone
+    raises_and_changes_nothing(
+        manager, InvalidRequestError, ["12", "16 to 12"], lambda: manager.allocate_slots(request, 4)
+    )
+
+
 def test_a_freed_request_starts_over(manager: KVCacheManager, request_a: Request) -> None:
     manager.free(request_a)
     raises_and_changes_nothing(

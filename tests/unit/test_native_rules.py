@@ -167,8 +167,8 @@ def test_from_where_and_up_to_where_a_request_goes_on(
 ) -> None:
     group = group_of(spec, other, is_eagle)
     table, twin = BlockList(range(length)), model.pool.BlockList(range(length))
-    for one in (table, twin):
-        one.num_released, one.num_committed = spec.dead(released, prompt).stop, committed
+    for one in (table, twin):  # released, maybe by a count that is beyond the table's end
+        one.num_released, one.num_committed = min(spec.dead(released, prompt).stop, max(length, 1)), committed
     rule = in_plain_python(group)
     assert group.rule.lowest_computed(table, prompt) == rule.lowest_computed(twin, prompt)
     assert group.rule.quiet_until(table, prompt, commits) == rule.quiet_until(twin, prompt, commits)
