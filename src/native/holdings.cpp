@@ -1,5 +1,6 @@
 #include "holdings.h"
 
+#include <array>
 #include <utility>
 
 #include <nanobind/stl/vector.h>
@@ -226,9 +227,8 @@ Stepper::Outcome Stepper::step(PyObject* request, int64_t num_new, const StepOpt
 }
 
 bool Stepper::is_quiet(const Holding& holding, int64_t computed, int64_t num_new, const StepOptions& options) const {
-    int64_t most_to_keep = options.num_reserved + (options.has_scheduled_reqs ? watermark_blocks_ : 0);
     return holding.lowest <= computed && computed + num_new + options.num_lookahead <= holding.quiet_until &&
-           most_to_keep <= pool_->num_free();
+           most_to_keep(options) <= pool_->num_free();
 }
 
 // False: something about the request is not as it should be.
@@ -318,13 +318,14 @@ void Stepper::prefetch_step(const Holding& holding, const Facts& facts, int64_t 
     for (const BlockList* table : holding.tables()) table->prefetch_ends();
     for (size_t i = 0; i < rules_.size(); ++i) {
         const BlockList& table = *holding.tables()[i];
-        if (table.num_released < table.size()) pool_->prefetch_block(table.ids[table.num_released]);
+        if (rules_[i].lag >= 0 && table.num_released < table.size()) pool_->prefetch_block(table.ids[table.num_released]);
         if (!rules_[i].has_to_commit(table, num_tokens, facts.num_prompt)) continue;
         Hashes hashes(facts.block_hashes, rules_[i].stride);
         pool_->prefetch_commit(table, rules_[i].group, hashes, table.num_committed);
     }
-    for (const BlockList* table : holding.tables()) {
-        if (table->num_released < table->size()) pool_->prefetch_eviction(table->ids[table->num_released]);
+    for (size_t i = 0; i < rules_.size(); ++i) {
+        const BlockList& table = *holding.tables()[i];
+        if (rules_[i].lag >= 0 && table.num_released < table.size()) pool_->prefetch_eviction(table.ids[table.num_released]);
     }
 }
 
@@ -504,49 +505,117 @@ void Stepper::tell(nb::handle request) {
     pool_->tell_observer();
 }
 
-// With thousands of running requests, what is read of each is in no near cache.
-void Stepper::prefetch_ahead(PyObject* batch, int64_t index) const {
-    Py_ssize_t size = PyTuple_GET_SIZE(batch);
-    if (index + 8 < size) {
-        PyObject* request = PyTuple_GET_ITEM(batch, index + 8);
-        prefetch(request);
-        num_computed_tokens_.prefetch_slot(request);
-        holdings_->prefetch_slot(request);
+// -- batches --------------------------------------------------------------------------------------
+
+// Steps the requests of a batch in order. In most steps most of them are quiet; what the others touch is in no
+// near cache, one thing found through the other. So whoever is not quiet waits until some more of those have been
+// found, and each time the next link of his chain is fetched.
+class Stepper::Batch {
+public:
+    Batch(Stepper& stepper, PyObject* requests, PyObject* counts, const StepOptions& options, DecodeSlots& slots)
+        : stepper_(stepper), requests_(requests), counts_(counts), options_(options), slots_(slots) {
+        // Where blocks must be left free, the steps of those before decide whether a quiet request is refused.
+        if (stepper.most_to_keep(options) > 0) most_waiting_ = 0;
     }
-    if (index + 4 < size) {
-        PyObject* request = PyTuple_GET_ITEM(batch, index + 4);
-        num_computed_tokens_.prefetch_value(request);
-        holdings_->prefetch_holding(request);
+
+    // The index of the first request that was refused or is not ours, or their number.
+    int64_t run(int64_t start) {
+        int64_t size = PyTuple_GET_SIZE(requests_);
+        for (int64_t index = start; index < size; ++index) {
+            prefetch_requests(index);
+            if (is_quiet(index)) continue;
+            for (int64_t i = 0; i < num_waiting_; ++i) prefetch_link(waiting_[i], num_waiting_ - i);
+            prefetch_link(index, 0);
+            waiting_[num_waiting_++] = index;
+            if (num_waiting_ > most_waiting_ && !step_first()) return waiting_[0];
+        }
+        while (num_waiting_ > 0) {
+            for (int64_t i = 0; i < num_waiting_; ++i) prefetch_link(waiting_[i], num_waiting_ - i);
+            if (!step_first()) return waiting_[0];
+        }
+        return size;
     }
-}
+
+private:
+    PyObject* request(int64_t index) const { return PyTuple_GET_ITEM(requests_, index); }
+
+    bool read_count(int64_t index, int64_t& count) const {
+        count = 1;
+        return counts_ == Py_None || (is_count(PyTuple_GET_ITEM(counts_, index), count) && count > 0);
+    }
+
+    bool is_quiet(int64_t index) {
+        int64_t count, computed;
+        if (!read_count(index, count) || !stepper_.num_computed_tokens_.read_count(request(index), computed)) return false;
+        const Holding* holding = stepper_.holdings_->of(request(index));
+        return holding != nullptr && stepper_.is_quiet(*holding, computed, count, options_);
+    }
+
+    // False: it was refused or is not ours.
+    bool step_first() {
+        int64_t index = waiting_[0], count;
+        Outcome outcome = read_count(index, count) ? stepper_.step(request(index), count, options_) : Outcome::not_ours;
+        if (outcome == Outcome::not_ours) return false;
+        if (outcome == Outcome::stepped) {
+            slots_.add(index, stepper_.holdings_->of(request(index))->tables(), stepper_.lengths_);
+        }
+        if (outcome == Outcome::refused) slots_.refused = index;
+        if (outcome != Outcome::quiet) stepper_.tell(request(index));
+        if (outcome == Outcome::refused) return false;
+        std::copy(waiting_.begin() + 1, waiting_.begin() + num_waiting_, waiting_.begin());
+        --num_waiting_;
+        return true;
+    }
+
+    // With thousands of running requests, what is read of each is in no near cache.
+    void prefetch_requests(int64_t index) const {
+        int64_t size = PyTuple_GET_SIZE(requests_);
+        if (index + 8 < size) {
+            prefetch(request(index + 8));
+            stepper_.num_computed_tokens_.prefetch_slot(request(index + 8));
+            stepper_.holdings_->prefetch_slot(request(index + 8));
+        }
+        if (index + 4 < size) {
+            stepper_.num_computed_tokens_.prefetch_value(request(index + 4));
+            stepper_.holdings_->prefetch_holding(request(index + 4));
+        }
+    }
+
+    void prefetch_link(int64_t index, int64_t link) const {
+        const Holding* holding = stepper_.holdings_->of(request(index));
+        PyObject* hashes = stepper_.block_hashes_.in_slot(request(index));
+        if (holding == nullptr) return;
+        if (link == 0) {
+            prefetch(holding->tables().data());
+            stepper_.num_prompt_tokens_.prefetch_value(request(index));
+            prefetch(hashes);
+        } else if (link == 1) {
+            for (const BlockList* table : holding->tables()) table->prefetch_all();
+            if (hashes != nullptr && BlockHashes::of(hashes) != nullptr) BlockHashes::of(hashes)->prefetch_last();
+        } else {
+            for (const BlockList* table : holding->tables()) table->prefetch_ends();
+        }
+    }
+
+    Stepper& stepper_;
+    PyObject *requests_, *counts_;  // tuples, or None for the counts
+    const StepOptions& options_;
+    DecodeSlots& slots_;
+    int64_t most_waiting_ = 2;
+    std::array<int64_t, 3> waiting_;
+    int64_t num_waiting_ = 0;
+};
 
 int64_t Stepper::step_all(nb::handle requests, nb::handle counts, nb::handle num_lookahead, int64_t num_reserved,
                           bool has_scheduled_reqs, int64_t start, DecodeSlots& slots) {
     nb::tuple batch = as_tuple(requests);
     nb::object given = counts.is_none() ? nb::none() : nb::object(as_tuple(counts));
     StepOptions options{0, num_reserved, has_scheduled_reqs};
-    int64_t size = static_cast<int64_t>(nb::len(batch));
     if (!is_count(num_lookahead, options.num_lookahead) || num_reserved < 0) return start;
-    if (!given.is_none() && static_cast<int64_t>(nb::len(given)) != size) {
-        raise(invalid_request_error, "give one number of new tokens for each of the %lld requests", static_cast<long long>(size));
+    if (!given.is_none() && nb::len(given) != nb::len(batch)) {
+        raise(invalid_request_error, "give one number of new tokens for each of the %zu requests", nb::len(batch));
     }
-    for (int64_t index = std::max<int64_t>(start, 0); index < size; ++index) {
-        PyObject* request = PyTuple_GET_ITEM(batch.ptr(), index);
-        prefetch_ahead(batch.ptr(), index);
-        int64_t count = 1;
-        if (!given.is_none() && !(is_count(PyTuple_GET_ITEM(given.ptr(), index), count) && count > 0)) return index;
-        Outcome outcome = step(request, count, options);
-        if (outcome == Outcome::quiet) continue;
-        if (outcome == Outcome::not_ours) return index;
-        if (outcome == Outcome::refused) {
-            slots.refused = index;
-            tell(request);
-            return index;
-        }
-        slots.add(index, holdings_->of(request)->tables(), lengths_);
-        tell(request);
-    }
-    return size;
+    return Batch(*this, batch.ptr(), given.ptr(), options, slots).run(std::max<int64_t>(start, 0));
 }
 
 int Stepper::traverse(visitproc visit, void* arg) {

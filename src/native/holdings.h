@@ -19,6 +19,10 @@ public:
     int64_t lowest = 0;        // the fewest computed tokens from which it can go on
     int64_t quiet_until = -1;  // the highest token count up to which nothing changes
 
+private:
+    std::vector<BlockList*> lists_;
+
+public:
     Holding(nanobind::object request, nanobind::handle tables);
 
     // Which request it is; just an address.
@@ -38,7 +42,6 @@ public:
 private:
     nanobind::object request_;
     nanobind::object held_tables_;  // a tuple
-    std::vector<BlockList*> lists_;
 };
 
 // Holdings by request id, in order of admission, and by the request itself.
@@ -140,9 +143,13 @@ private:
     enum class Outcome { quiet, stepped, refused, not_ours };
     struct Facts;
     struct Newcomer;
+    class Batch;
 
     Outcome step(PyObject* request, int64_t num_new, const StepOptions& options);
-    void prefetch_ahead(PyObject* batch, int64_t index) const;
+    // The free blocks that a step must leave, whoever takes it.
+    int64_t most_to_keep(const StepOptions& options) const {
+        return options.num_reserved + (options.has_scheduled_reqs ? watermark_blocks_ : 0);
+    }
     bool is_quiet(const Holding& holding, int64_t computed, int64_t num_new, const StepOptions& options) const;
     bool read(PyObject* request, const StepOptions& options, Facts& facts);
     Outcome act(Holding& holding, int64_t num_new, const StepOptions& options, const Facts& facts);
