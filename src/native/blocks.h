@@ -92,8 +92,8 @@ struct BlockList {
     }
     // Where blocks are released, and where they are appended and committed.
     void prefetch_ends() const {
-        prefetch(ids.data() + num_released);
-        prefetch(ids.data() + ids.size());
+        if (num_released < size()) prefetch(&ids[num_released]);
+        if (size() > 0) prefetch(&ids.back());
     }
 };
 

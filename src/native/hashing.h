@@ -29,7 +29,9 @@ public:
     void extend(nanobind::handle token_ids, nanobind::handle suffixes);
 
     std::span<const Hash> all() const { return hashes_; }
-    void prefetch_last() const { prefetch(hashes_.data() + hashes_.size() - 1); }
+    void prefetch_last() const {
+        if (!hashes_.empty()) prefetch(&hashes_.back());
+    }
 
     // Null if it is something else. Asked several times a step: nanobind's own question is a look-up.
     static const BlockHashes* of(nanobind::handle object) {
