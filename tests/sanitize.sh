@@ -11,5 +11,5 @@ base=$("$python" -c 'import sys; print(sys._base_executable)')
 # The base interpreter: the environment's own would find the editable install first.
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
 ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$site:$packages" HYPOTHESIS_PROFILE=sanitize \
-  "$base" -s -m pytest -q -p no:cacheprovider tests/unit/test_native_hashing.py tests/unit/test_native_pool.py \
+  "$base" -s -m pytest -q --capture=sys -p no:cacheprovider tests/unit/test_native_hashing.py tests/unit/test_native_pool.py \
   tests/unit/test_native_rules.py tests/unit/test_native_steps.py tests/contract/test_pool_lockstep.py tests/contract/test_decode_lockstep.py
