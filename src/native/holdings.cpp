@@ -97,15 +97,15 @@ void Holdings::clear_references() {
 // -- the answer for a batch -----------------------------------------------------------------------
 
 void DecodeSlots::add(int64_t index, const std::vector<BlockList*>& tables, const std::vector<int64_t>& from) {
-    size_t begin = ids_.size();
     bool any = false;
+    for (size_t i = 0; i < tables.size(); ++i) any |= tables[i]->size() > from[i];
+    if (!any) return;
+    entries_.push_back({index, ids_.size(), tables.size()});
     for (size_t i = 0; i < tables.size(); ++i) {
         const std::vector<BlockId>& ids = tables[i]->ids;
-        any |= ids.size() > static_cast<size_t>(from[i]);
         ids_.push_back(static_cast<BlockId>(ids.size() - from[i]));
         ids_.insert(ids_.end(), ids.begin() + from[i], ids.end());
     }
-    any ? entries_.push_back({index, begin, tables.size()}) : ids_.resize(begin);
 }
 
 void DecodeSlots::add(int64_t index, nb::handle lists) {
