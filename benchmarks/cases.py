@@ -16,6 +16,8 @@ Sample = Callable[[], dict[str, float]]
 """One repetition: nanoseconds per unit, by row name."""
 INNER = 5
 """Calls in a sample, where one alone would be over before caches are warm."""
+TURN = 4 * BLOCK
+"""Decode steps in a row before it is the other manager's turn: each request takes, and commits, a block four times."""
 _ids = itertools.count()
 
 
@@ -187,11 +189,13 @@ def _decoder(peer: Peer, shape: Shape, num_blocks: int, num_running: int, batche
         manager.take_new_block_ids()
         return took
 
-    def block_of_steps() -> float:
-        return sum(step() for _ in range(BLOCK)) / BLOCK / num_running
+    def turn() -> float:
+        took = sum(step() for _ in range(TURN)) / TURN / num_running
+        assert manager.usage < 0.99, f"{peer.name}: the pool of the benchmark is too small for so many repetitions"
+        return took
 
-    block_of_steps()
-    return block_of_steps
+    turn()
+    return turn
 
 
 def prepare_life(events: bool, name: str) -> Callable[[Peer, int], Sample]:
