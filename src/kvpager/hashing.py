@@ -66,7 +66,7 @@ def hash_blocks(
     cbor = _check_algorithm(algorithm) == "sha256_cbor"
     first = root_hash(algorithm=algorithm) if parent is None else _check_parent(parent)
     hashes = BlockHashes(block_size, first, cbor)
-    hashes.extend(token_ids, None if extra_keys is None else _suffixes(extra_keys, cbor))
+    hashes.extend(token_ids, _suffixes(extra_keys, cbor))
     return hashes
 
 
@@ -129,8 +129,7 @@ class BlockHasher:
 
         ``extra_keys`` has one entry for each of these. O(new tokens). Raises as `hash_blocks`.
         """
-        cbor = self.algorithm == "sha256_cbor"
-        block_hashes.extend(token_ids, None if extra_keys is None else _suffixes(extra_keys, cbor))
+        block_hashes.extend(token_ids, _suffixes(extra_keys, self.algorithm == "sha256_cbor"))
 
 
 def _suffix(keys: Sequence[ExtraKey], cbor: bool) -> bytes:
@@ -209,7 +208,9 @@ def _check_parent(parent: object) -> bytes:
     return parent
 
 
-def _suffixes(extra_keys: ExtraKeysPerBlock, cbor: bool) -> list[bytes]:
+def _suffixes(extra_keys: ExtraKeysPerBlock | None, cbor: bool) -> list[bytes] | None:
+    if extra_keys is None:
+        return None
     suffixes: list[bytes] = []
     last: Sequence[ExtraKey] | None = None
     for index, keys in enumerate(extra_keys):

@@ -172,7 +172,12 @@ Stepper::Stepper(nb::object pool, nb::object holdings, std::vector<GroupRule> ru
       max_model_len_(max_model_len),
       commits_(commits),
       watermark_blocks_(watermark_blocks) {
-    for (const GroupRule& rule : rules_) pool_->checked_group(rule.group);
+    for (const GroupRule& rule : rules_) {
+        pool_->checked_group(rule.group);
+        block_sizes_.push_back(rule.block_size);
+        hit_margin_ = std::max(hit_margin_, rule.hit_margin);
+        alignment_ = rule.alignment;
+    }
     for (nb::handle group : as_tuple(tables)) {
         if (!PyDict_Check(group.ptr())) raise(PyExc_TypeError, "tables must be dicts by request id, got %R", group.ptr());
         tables_.push_back(nb::borrow<nb::dict>(group));
@@ -194,7 +199,12 @@ nb::object Stepper::allocate(nb::handle request, nb::handle num_new, nb::handle 
         case Outcome::refused: tell(request); return nb::none();
         case Outcome::stepped: break;
     }
-    nb::object answer = appended(*holdings_->of(request.ptr()));
+    return answer_for(*holdings_->of(request.ptr()), request);
+}
+
+// What was appended, once all is told.
+nb::object Stepper::answer_for(const Holding& holding, nb::handle request) {
+    nb::object answer = appended(holding);
     tell(request);
     return answer.is_none() ? empty_ : wrap_(answer);
 }
@@ -231,11 +241,15 @@ bool Stepper::is_quiet(const Holding& holding, int64_t computed, int64_t num_new
            most_to_keep(options) <= pool_->num_free();
 }
 
-// False: something about the request is not as it should be.
-bool Stepper::read(PyObject* request, const StepOptions& options, Facts& facts) {
+bool Stepper::read_in_flight_and_prompt(PyObject* request, Facts& facts) {
     nb::object in_flight = num_in_flight_tokens_.find(request);
     if (in_flight.is_valid() && !is_count(in_flight, facts.num_in_flight)) return false;
-    if (!num_prompt_tokens_.read_count(request, facts.num_prompt)) return false;
+    return num_prompt_tokens_.read_count(request, facts.num_prompt);
+}
+
+// False: something about the request is not as it should be.
+bool Stepper::read(PyObject* request, const StepOptions& options, Facts& facts) {
+    if (!read_in_flight_and_prompt(request, facts)) return false;
     if (!num_tokens_.read_count(request, facts.num_tokens)) return false;
     facts.num_to_keep = options.num_reserved;
     if (watermark_blocks_ > 0 && options.has_scheduled_reqs) {
@@ -397,9 +411,7 @@ nb::object Stepper::admit(nb::handle request, nb::handle num_new, nb::handle num
     Holding& holding = *nb::inst_ptr<Holding>(newcomer.holding);
     plan(holding, facts, num_main, num_slots);
     take(holding, facts, num_main);
-    nb::object answer = appended(holding);
-    tell(request);
-    return answer.is_none() ? empty_ : wrap_(answer);
+    return answer_for(holding, request);
 }
 
 // The blocks of a hit, which must be this pool's.
@@ -463,11 +475,8 @@ void Stepper::enter(const Newcomer& newcomer) {
 void Stepper::free(nb::handle request) {
     Facts facts;
     if (holdings_->of(request.ptr()) == nullptr) return;
-    nb::object in_flight = num_in_flight_tokens_.find(request.ptr());
-    bool sensible = num_computed_tokens_.read_count(request.ptr(), facts.num_computed) &&
-                    num_prompt_tokens_.read_count(request.ptr(), facts.num_prompt) &&
-                    (!in_flight.is_valid() || is_count(in_flight, facts.num_in_flight));
-    if (!sensible) {
+    if (!num_computed_tokens_.read_count(request.ptr(), facts.num_computed) ||
+        !read_in_flight_and_prompt(request.ptr(), facts)) {
         raise(invalid_request_error, "a request that is freed must have token counts of at least 0: num_computed_tokens, "
               "num_prompt_tokens, num_in_flight_tokens of %R", request.ptr());
     }
@@ -475,16 +484,13 @@ void Stepper::free(nb::handle request) {
     if (found == nullptr) return;
     // Dead as seen from the longest hit that the request leaves behind, not from its last token: up to an alignment
     // before it, and the next turn of the session starts there.
-    int64_t margin = 0, alignment = 1;
-    for (const GroupRule& rule : rules_) margin = std::max(margin, rule.hit_margin), alignment = rule.alignment;
     int64_t shareable = facts.num_processed();
     for (const GroupRule& rule : rules_) shareable = rule.num_shareable(shareable, facts.num_prompt);
-    int64_t longest_hit = std::max<int64_t>(0, shareable - margin) / alignment * alignment;
-    dead_.clear(), useful_.clear(), block_sizes_.clear();
+    int64_t longest_hit = std::max<int64_t>(0, shareable - hit_margin_) / alignment_ * alignment_;
+    dead_.clear(), useful_.clear();
     for (const GroupRule& rule : rules_) {
         dead_.push_back(rule.dead(longest_hit, facts.num_prompt));
         useful_.push_back(found->junction > 0 ? rule.needed_for_hit(found->junction) : Range{});
-        block_sizes_.push_back(rule.block_size);
     }
     pool_->free_tables(found->tables(), block_sizes_, dead_, useful_);
     nb::object request_id = found->request_id;

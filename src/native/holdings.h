@@ -151,6 +151,7 @@ private:
         return options.num_reserved + (options.has_scheduled_reqs ? watermark_blocks_ : 0);
     }
     bool is_quiet(const Holding& holding, int64_t computed, int64_t num_new, const StepOptions& options) const;
+    bool read_in_flight_and_prompt(PyObject* request, Facts& facts);
     bool read(PyObject* request, const StepOptions& options, Facts& facts);
     Outcome act(Holding& holding, int64_t num_new, const StepOptions& options, const Facts& facts);
     bool can_go_on(const Holding& holding, int64_t computed) const;
@@ -164,6 +165,7 @@ private:
     void check_hashes(size_t group, int64_t num_committed, const Facts& facts, int64_t num_tokens) const;
     void commit(Holding& holding, const Facts& facts, int64_t num_tokens);
     nanobind::object appended(const Holding& holding) const;
+    nanobind::object answer_for(const Holding& holding, nanobind::handle request);
     void tell(nanobind::handle request);
 
     nanobind::object pool_object_, holdings_object_, fits_alone_, log_stored_, wrap_, empty_;
@@ -171,6 +173,8 @@ private:
     Holdings* holdings_;
     std::vector<GroupRule> rules_;
     std::vector<nanobind::dict> tables_;
+    std::vector<int64_t> block_sizes_;
+    int64_t hit_margin_ = 0, alignment_ = 1;  // of the whole cache
     int64_t max_model_len_;
     bool commits_;
     int64_t watermark_blocks_;
@@ -187,7 +191,6 @@ private:
     std::vector<int64_t> lengths_;  // of the tables, before they grow
     std::vector<Growth> growths_;
     std::vector<Range> runs_, dead_, useful_;
-    std::vector<int64_t> block_sizes_;
     std::vector<std::pair<size_t, Range>> stored_;
 };
 

@@ -360,9 +360,7 @@ void Pool::commit(BlockList& table, Group group, const Hashes& hashes, int64_t s
     std::array<uint32_t, window> tags;
     auto fetch = [&](int64_t position) {
         hashes.prefetch_hash(position + window);
-        prefetch_block(table.ids[position]);
-        index_.prefetch_digest(table.ids[position]);
-        index_.prefetch_slot(tags[position % window] = index_.tag(hashes[position], group));
+        tags[position % window] = prefetch_insertion(table.ids[position], hashes[position], group);
     };
     for (int64_t position = start; position < std::min<int64_t>(start + window, stop); ++position) fetch(position);
     for (int64_t position = start; position < stop; ++position) {
@@ -381,10 +379,16 @@ void Pool::commit(BlockList& table, Group group, const Hashes& hashes, int64_t s
 
 void Pool::prefetch_commit(const BlockList& table, Group group, const Hashes& hashes, int64_t position) const {
     if (position >= std::min(table.size(), hashes.num_positions())) return;
-    BlockId block = table.ids[position];
+    prefetch_insertion(table.ids[position], hashes[position], group);
+}
+
+// Gives the tag under which the block is to be entered.
+uint32_t Pool::prefetch_insertion(BlockId block, Digest hash, Group group) const {
+    uint32_t tag = index_.tag(hash, group);
     prefetch_block(block);
     index_.prefetch_digest(block);
-    index_.prefetch_slot(index_.tag(hashes[position], group));
+    index_.prefetch_slot(tag);
+    return tag;
 }
 
 void Pool::compute(const BlockList& table, Range positions) {

@@ -138,6 +138,7 @@ private:
     void check_range(const BlockList& list, int64_t start, int64_t stop) const;
     void check_ids(const BlockList& list, int64_t start, int64_t stop) const;
     void check_supply(int64_t num_blocks) const;
+    uint32_t prefetch_insertion(BlockId block, Digest hash, Group group) const;
     void take(std::span<BlockId> out);
     void evict(BlockId block);
     void refer(BlockId block, int outside);
