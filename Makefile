@@ -14,7 +14,7 @@ help:  ## what can be made
 
 # -- the environment -------------------------------------------------------------------------------
 
-$(VENV)/made: pyproject.toml CMakeLists.txt $(wildcard src/native/*)
+$(VENV)/made: pyproject.toml CMakeLists.txt $(wildcard src/native/*.* src/native/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 	$(PIP) install 'scikit-build-core>=0.10' 'nanobind>=2.4' 'cmake>=3.18' 'ninja>=1.11'

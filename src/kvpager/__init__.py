@@ -15,7 +15,7 @@ from .block_table import BlockTable
 from .blocks import Block, KVCacheBlocks
 from .check import check_manager
 from .config import CacheConfig, GroupSpec
-from .coordinator import KVCacheCoordinator
+from .coordinator import KVCacheCoordinator, SingleTypeKVCacheManager
 from .errors import (
     BlockStateError,
     ConfigError,
@@ -34,7 +34,6 @@ from .hashing import BlockHasher, hash_blocks
 from .manager import DecodeSlots, Fit, KVCacheManager, Probe
 from .pool import BlockList, BlockPool
 from .request import EventSource, Request, RequestLike, RequestStatus
-from .single_type import SingleTypeKVCacheManager
 from .stats import BlockResidency, PrefixCacheStats, ResidencySampler
 
 __all__ = [

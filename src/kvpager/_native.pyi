@@ -1,12 +1,12 @@
 """The compiled part: what is touched per token or per block. Not public; use the modules above it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from .blocks import KVCacheBlocks
+from .attention.base import Content
 from .events import KVCacheEvent
 from .pool import EvictionOrder
 from .request import RequestLike
@@ -43,18 +43,7 @@ def token_list(token_ids: Any) -> list[int]:
 
 @final
 class BlockList:
-    """Block ids by position: a request's table in one group, or the blocks of a hit. Four bytes each.
-
-    ``num_committed`` and ``num_released`` are the positions up to which the owner has offered
-    blocks to the index and given dead ones back.
-    """
-
-    num_committed: int
-    num_released: int
-    is_running: bool
-    """Align groups only: whether a state runs in it."""
-    step_ends: list[int]
-    """Align groups only: positions at whose end a step ended, not committed yet. A copy."""
+    """Block ids by position: a table, or the blocks of a hit. Four bytes each."""
 
     def __init__(self, ids: Iterable[int] = ()) -> None: ...
     def __len__(self) -> int: ...
@@ -253,107 +242,81 @@ class BlockPool:
     def logs_events(self) -> bool:
         """Whether changes of the index are recorded."""
 
-    def log(self, event: KVCacheEvent) -> None:
-        """Record what the caller knows of a change that it has just made."""
-
     def take_events(self) -> list[KVCacheEvent]:
         """The changes since the last call, in order."""
 
 @final
-class GroupRule:
-    """What one group's attention kind means for the tables of requests, as numbers.
+class AttentionKind:
+    """An attention kind as numbers, and all that follows from them: see `AttentionSpec`, which explains them.
 
-    ``lag``, ``shareable`` and ``interval`` are -1 where the kind has none. ``grows``: with the tokens;
-    ``keeps_prompt``: only what was decoded dies; ``is_state``: a block is a state; ``notes_new``: new blocks are to
-    be zeroed.
-    ``dead``, ``needed_for_hit`` and ``growth`` say what `AttentionSpec` and `SingleTypeKVCacheManager` say. O(1)
-    each, but for ``worth_caching`` and ``commit``: O(parts) and O(newly full blocks).
+    ``lag`` None: all tokens are still read. Raises ``ConfigError``. O(1) each but for what says else.
     """
 
     def __init__(
         self,
         *,
-        group: int,
+        content: Content,
         block_size: int,
-        stride: int,
-        lag: int,
+        lag: int | None,
         span: int,
-        release_delay: int,
-        alignment: int,
-        commit_margin: int,
-        hit_margin: int,
-        shareable: int,
-        interval: int,
-        grows: bool,
+        num_speculative_states: int,
         keeps_prompt: bool,
-        is_state: bool,
-        is_align: bool,
-        notes_new: bool,
+        needs_whole_prefix: bool,
     ) -> None: ...
     def dead(self, num_computed_tokens: int, num_prompt_tokens: int) -> range:
         """Positions that no later token reads."""
 
     def needed_for_hit(self, num_tokens: int) -> range:
-        """Positions that must be cached for a hit of ``num_tokens``, the EAGLE block included."""
+        """Positions that a hit reads."""
 
-    def growth(self, length: int, num_tokens: int, dead: range, running: bool) -> tuple[int, int, int, int]:
-        """New blocks, nulls, moved blocks and new blocks that a table gets to serve ``num_tokens``."""
+    def num_positions(self, num_slots: int, num_encoder_tokens: int) -> int:
+        """The length of a table that serves so many tokens."""
 
-    def worth_caching(self, start: int, stop: int, num_prompt_tokens: int, junction: int) -> list[range]:
-        """The parts of positions [start, stop) that a hit can use, in order."""
+    def num_slots(self, num_positions: int) -> int:
+        """Token slots of a table of so many positions."""
 
-    def lowest_computed(self, table: BlockList, num_prompt_tokens: int) -> int:
-        """The fewest computed tokens from which the request can go on with the blocks it still has."""
+    def step_starts_to_check(self, first: int, last: int, num_prompt_tokens: int) -> list[int]:
+        """The computed counts among which a prefill holds the most. O(log span)."""
 
-    def quiet_until(self, table: BlockList, num_prompt_tokens: int, commits: bool) -> int:
-        """The highest token count (lookahead included) up to which an allocation changes nothing."""
+    def most_held(self, num_slots: int, max_step: int, num_prompt_tokens: int, num_encoder_tokens: int) -> int:
+        """Blocks that a sequence holds at most. O(log span)."""
 
-    def step_ends(self, table: BlockList, num_tokens: int) -> None:
-        """Note that a step (or a load) ends with the state after ``num_tokens``."""
+@final
+class SingleTypeKVCacheManager:
+    """One group of layers: its kind and its place in the cache, as numbers. Raises ``ConfigError``.
 
-    def commit(
+    ``commit_lookahead`` and ``draft_lookahead`` are tokens beyond a hit's end that are cached, and that must be
+    cached, too
+    (EAGLE). ``shareable_decoded`` None: all decoded tokens can be hit. ``interval`` (tokens) lies between hit
+    lengths that
+    are worth caching; 0: none but the prompt's end and branch points, None: every block is. ``zeroes_new``: its
+    kernels read
+    whole blocks.
+    """
+
+    def __init__(
         self,
-        pool: BlockPool,
-        table: BlockList,
-        hashes: Sequence[bytes],
-        num_tokens: int,
-        num_prompt_tokens: int,
-        junction: int,
-    ) -> list[range]:
-        """Offer the blocks up to ``num_tokens`` to the index; gives the runs whose hashes were new to it."""
-
-@final
-class Holding:
-    """What the manager remembers of one request while it holds blocks for it."""
-
-    junction: int
-    is_stale: bool
-    """Its K/V is of weights from before a lazy reset."""
-    commit_limit: int | None
-    """Tokens beyond it are still being loaded (None: nothing is) …"""
-    load_end: int
-    """… up to here."""
-    lowest: int
-    """The fewest computed tokens from which it can go on."""
-    quiet_until: int
-    """The highest token count up to which nothing changes."""
-
-    def __init__(self, request: RequestLike, tables: Sequence[BlockList]) -> None: ...
+        kind: AttentionKind,
+        *,
+        group_id: int,
+        hashes_per_block: int,
+        alignment: int,
+        commit_lookahead: int,
+        draft_lookahead: int,
+        shareable_decoded: int | None,
+        interval: int | None,
+        zeroes_new: bool,
+    ) -> None: ...
     @property
-    def request(self) -> RequestLike: ...
-
-@final
-class Holdings:
-    """Holdings by request id, in order of admission; the stepper finds them by the request itself. O(1) each."""
-
-    def __init__(self) -> None: ...
-    def add(self, request_id: str, holding: Holding) -> None: ...
-    def get(self, request_id: str) -> Holding | None: ...
-    def remove(self, request_id: str) -> None:
-        """Forget one; unknown: no-op."""
-
-    def request_ids(self) -> list[str]: ...
-    def values(self) -> list[Holding]: ...
+    def group_id(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def hashes_per_block(self) -> int: ...
+    @property
+    def draft_lookahead(self) -> int: ...
+    def needed_for_hit(self, num_tokens: int) -> range:
+        """Positions that must be cached for a hit of ``num_tokens``, the draft's lookahead included. O(1)."""
 
 @final
 class DecodeSlots:
@@ -371,58 +334,149 @@ class DecodeSlots:
         """The positions appended for one request, per group, nulls included; () if its tables did not grow."""
 
 @final
-class Stepper:
-    """The ordinary steps of a request's life: admission, then again and again release what is dead, take blocks,
-    commit, find the bounds anew; the end.
+class KVCacheCoordinator:
+    """The live requests, their tables in all groups, and the one way in which those change.
 
-    What is out of the ordinary (a load under way, counts that cannot be, an admission that might not fit) is left
-    to Python. ``tables`` are each group's tables by request id; ``fits_alone(request, lookahead, encoder tokens)``
-    says whether a newcomer could ever fit; ``log_stored(request, group, positions)`` is called for what entered the
-    index if the pool logs events; ``wrap`` makes the answer of appended lists, ``empty`` is it when nothing was.
+    Arguments and requests are read and checked before anything changes; nothing calls Python while it does. Raises
+    ``InvalidRequestError``, ``DuplicateRequestError``, ``UnknownRequestError``. ``trusts_max_tokens``: a request
+    is taken to
+    grow to its ``max_tokens``. ``records_admissions``: `allocate` tells of a new request what statistics count.
     """
 
     def __init__(
         self,
         pool: BlockPool,
-        holdings: Holdings,
-        rules: Sequence[GroupRule],
-        tables: Sequence[dict[str, BlockList]],
+        groups: Sequence[SingleTypeKVCacheManager],
         *,
+        hash_block_size: int,
         max_model_len: int,
-        commits: bool,
+        max_num_batched_tokens: int,
         watermark_blocks: int,
-        fits_alone: Callable[[RequestLike, int, int], bool],
-        log_stored: Callable[[RequestLike, int, range], None],
-        wrap: Callable[[list[BlockList]], KVCacheBlocks],
-        empty: KVCacheBlocks,
+        can_hit: bool,
+        trusts_max_tokens: bool,
+        records_admissions: bool,
     ) -> None: ...
-    def admit(
+
+    # -- questions: read only ------------------------------------------------------------------
+
+    def match(self, request: RequestLike) -> tuple[list[BlockList], int, int]:
+        """The longest prefix that every group has: each group's blocks for exactly that, its tokens, its branch point.
+
+        The branch point is the longest aligned length beyond it that the groups which need the whole prefix still have
+        (0: none): some other request shares it, and only window or state blocks are missing. O(prefix).
+        """
+
+    def match_each(self, hashes: Sequence[bytes], max_tokens: int) -> list[tuple[BlockList, int]]:
+        """Each group's longest hit if it were alone, aligned all the same. O(groups x prefix)."""
+
+    def is_live(self, request: RequestLike) -> bool:
+        """Whether it, not another request of its id, holds blocks. O(1)."""
+
+    def fits_alone(self, request: RequestLike, num_lookahead_tokens: int, num_encoder_tokens: int) -> bool:
+        """Whether the cache could ever hold it. O(groups)."""
+
+    def length_fits(
+        self, num_tokens: int, num_prompt_tokens: int, num_lookahead_tokens: int, num_encoder_tokens: int
+    ) -> bool:
+        """Whether the cache could hold a sequence that has it for itself. O(groups)."""
+
+    def longest_that_fits(self, num_lookahead_tokens: int, num_encoder_tokens: int) -> int:
+        """The longest prompt that it could hold. O(1), but the first call bisects."""
+
+    def can_continue(self, request: RequestLike) -> bool:
+        """Whether the blocks are still there that its next token reads. O(1).
+
+        False after its ``num_computed_tokens`` were set back to before what has been released: it must start over.
+        """
+
+    def check_fit(
+        self,
+        request: RequestLike,
+        hit: Sequence[BlockList] | None,
+        generation: int,
+        junction: int,
+        num_new_tokens: int,
+        num_hit_tokens: int,
+        num_lookahead_tokens: int,
+        num_external_tokens: int,
+        num_encoder_tokens: int,
+        full_sequence_must_fit: bool,
+        reserved_blocks: int,
+        has_scheduled_reqs: bool,
+    ) -> tuple[int, list[int], int, int]:
+        """What `allocate` would do: its planning half.
+
+        Gives the value of `Fit`, the free blocks needed in each group and in all, and how many of them are missing.
+        """
+
+    def tokens_to_commit(
         self,
         request: RequestLike,
         num_new_tokens: int,
         num_hit_tokens: int,
-        hits: KVCacheBlocks | None,
-        full_sequence_must_fit: bool,
         num_lookahead_tokens: int,
-        reserved_blocks: int,
-        has_scheduled_reqs: bool,
-    ) -> Any:
-        """Register a newcomer and take its hits and blocks. Answers as `step`. O(groups + blocks)."""
+        num_external_tokens: int,
+        delay_cache_blocks: bool,
+    ) -> range:
+        """The tokens that `allocate` may enter into the index: what events will tell of is read before. O(groups)."""
 
-    def step(
+    def tokens_to_cache(self, request: RequestLike, num_computed_tokens: int) -> range:
+        """The same for `cache_blocks`."""
+
+    def plan(
+        self,
+        request_id: str,
+        hits: Sequence[BlockList],
+        *,
+        num_computed_tokens: int,
+        num_main_tokens: int,
+        num_slots: int,
+        num_encoder_tokens: int,
+        on_the_way: bool,
+    ) -> list[int]:
+        """Free blocks that slots for ``num_slots`` tokens take, per group: at once, or at most on the way there."""
+
+    def tables(self, request_id: str) -> list[BlockList]:
+        """Copies of a request's tables; [] if it is not live. O(blocks)."""
+
+    def num_committed_blocks(self, request_id: str) -> list[int]:
+        """Leading positions that have been offered to the index, per group; [] if it is not live."""
+
+    def request_ids(self) -> list[str]:
+        """The ids of live requests, in order of admission. O(requests)."""
+
+    def live_requests(self) -> list[RequestLike]:
+        """The live requests, in order of admission. O(requests)."""
+
+    # -- deeds ---------------------------------------------------------------------------------
+
+    def allocate(
         self,
         request: RequestLike,
+        hit: Sequence[BlockList] | None,
+        generation: int,
+        junction: int,
         num_new_tokens: int,
+        num_hit_tokens: int,
         num_lookahead_tokens: int,
+        num_external_tokens: int,
+        delay_cache_blocks: bool,
+        num_encoder_tokens: int,
+        full_sequence_must_fit: bool,
         reserved_blocks: int,
         has_scheduled_reqs: bool,
-    ) -> Any:
-        """The positions appended as `KVCacheBlocks`; None: refused; NotImplemented: out of the ordinary.
+    ) -> tuple[()] | tuple[list[BlockList] | None, list[tuple[int, range]], tuple[int, bool] | None] | None:
+        """The one way: release what is dead, plan, refuse or apply, commit, find the bounds.
 
-        O(1) while the request is quiet, else O(groups + blocks changed).
+        ``hit`` was found when the pool's generation was ``generation``. None: refused; (): nothing had to
+        change; else each
+        group's positions appended for new and lookahead tokens (None: there are none), the (group, positions)
+        whose hashes
+        were new to the index, and of a new request (tokens, whether it was preempted) for statistics.
+        O(1) if nothing changes, else O(groups + blocks changed).
         """
 
-    def step_all(
+    def allocate_all(
         self,
         requests: Sequence[RequestLike],
         num_new_tokens: Sequence[int] | None,
@@ -432,13 +486,37 @@ class Stepper:
         start: int,
         slots: DecodeSlots,
     ) -> int:
-        """Step requests from ``start`` on (None: one token each) until one is refused or out of the ordinary.
+        """`allocate` for requests from ``start`` on (None: one token each), into ``slots``.
 
-        Returns its index, or their number.
+        It stops at the first that is refused, or that events or statistics will tell of; gives its index, or
+        the number of
+        requests.
         """
+
+    def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> list[tuple[int, range]]:
+        """A load has arrived so far: commit it. Gives the (group, positions) that were new to the index."""
+
+    def step_ends(self, request: RequestLike, num_tokens: int) -> None:
+        """A step left the request's states after so many tokens, which nobody knew when it was planned. O(groups).
+
+        `allocate` notes the ends of steps itself; this is for hosts that learn them late (tokens sampled
+        asynchronously).
+        """
+
+    def release(self, request_id: str, num_processed_tokens: int, num_prompt_tokens: int | None) -> None:
+        """Give back what no later token reads; unknown request: no-op. O(newly dead)."""
 
     def free(self, request: RequestLike) -> None:
         """Give back all that a request holds, tail first; one that holds nothing: no-op. O(blocks)."""
 
-    def find_bounds(self, holding: Holding, num_prompt_tokens: int) -> None:
-        """Set ``lowest`` and ``quiet_until``. O(groups)."""
+    def pop(self, request: RequestLike) -> list[int]:
+        """Forget a request and hand its blocks out, heads first. O(blocks)."""
+
+    def invalidate(self, block_ids: Iterable[int]) -> dict[str, int]:
+        """The blocks hold garbage: they and what was computed from them leave the index. O(held blocks).
+
+        Gives each holder's first token to compute again; 0: what it would go on from is gone.
+        """
+
+    def clear_index(self) -> None:
+        """All hashes leave at once; who holds blocks now commits nothing any more. O(pool)."""

@@ -35,8 +35,8 @@ def _equal(found: object, expected: object, what: str) -> None:
 def _held_positions(manager: KVCacheManager) -> Counter[int]:
     return Counter(
         block_id
-        for group in manager.coordinator.single_type_managers
-        for table in group.tables.values()
+        for request_id in manager.coordinator.request_ids()
+        for table in manager.coordinator.tables(request_id)
         for block_id in table.ids()
         if block_id != NULL_BLOCK
     )
@@ -84,19 +84,21 @@ def _check_index(pool: BlockPool) -> None:
 
 def _check_tables(manager: KVCacheManager) -> None:
     requests = {request.request_id: request for request in manager.live_requests()}
+    coordinator, config = manager.coordinator, manager.kv_cache_config
+    _equal(set(coordinator.request_ids()), set(requests), "ids that have tables and ids of live requests")
     writers: dict[int, object] = {}
-    for group in manager.coordinator.single_type_managers:
-        _equal(set(group.tables), set(requests), f"requests with a table in group {group.group_id}")
-        for request_id, table in group.tables.items():
+    for request_id, request in requests.items():
+        tables, committed = coordinator.tables(request_id), coordinator.num_committed_blocks(request_id)
+        for group, (spec, table) in enumerate(zip(config.specs, tables, strict=True)):
             ids = [block_id for block_id in table.ids() if block_id != NULL_BLOCK]
-            _equal(len(set(ids)), len(ids), f"distinct blocks of request {request_id!r} in group {group.group_id}")
-            hashes = requests[request_id].block_hashes
-            for position in range(table.num_committed, len(table)):
+            _equal(len(set(ids)), len(ids), f"distinct blocks of request {request_id!r} in group {group}")
+            stride, hashes = spec.block_size // config.hash_size, request.block_hashes
+            for position in range(committed[group], len(table)):
                 block_id = table[position]
                 if block_id == NULL_BLOCK or manager.block_pool.block_hash(block_id) is not None:
                     continue
                 # The request may still write it. Two may only where a load that both had failed, and both
                 # write the same again.
-                end = (position + 1) * group.stride
-                content = (group.group_id, position, hashes[end - 1] if end <= len(hashes) else request_id)
+                end = (position + 1) * stride
+                content = (group, position, hashes[end - 1] if end <= len(hashes) else request_id)
                 _equal(writers.setdefault(block_id, content), content, f"content that is written to block {block_id}")

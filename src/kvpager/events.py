@@ -7,11 +7,22 @@ of (hash, group) always holds exactly what is in the index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-__all__ = ["MEDIUM_GPU", "AllBlocksCleared", "BlockRemoved", "BlockStored", "KVCacheEvent", "apply_events"]
+from .attention import AttentionSpec
+from .request import EventSource, RequestLike
+
+__all__ = [
+    "MEDIUM_GPU",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "KVCacheEvent",
+    "StoredEvents",
+    "apply_events",
+]
 
 MEDIUM_GPU = "GPU"
 """Where the blocks of the pool live, as events name it."""
@@ -51,6 +62,51 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class StoredEvents:
+    """Makes the `BlockStored` events of one call that may enter ``tokens`` of a request into the index.
+
+    What they tell of the request is read here, before the call changes anything: a request that fails to say it
+    raises now. O(tokens).
+    """
+
+    def __init__(
+        self, request: RequestLike, source: EventSource, tokens: range, specs: Sequence[AttentionSpec], hash_size: int
+    ) -> None:
+        self._specs = specs
+        self._hash_size = hash_size
+        self._first = tokens.start
+        self._token_ids = list(request.all_token_ids[tokens.start : tokens.stop])
+        self._hashes = request.block_hashes
+        self._lora = (source.lora_id, source.lora_name)
+        has_keys = source.extra_keys(tokens.start, tokens.stop) is not None  # nearly never
+        self._extra_keys = {
+            size: {
+                p: source.extra_keys(p * size, (p + 1) * size) for p in range(tokens.start // size, tokens.stop // size)
+            }
+            for size in {spec.block_size for spec in specs}
+            if has_keys
+        }
+
+    def event(self, group: int, run: range) -> BlockStored:
+        """The blocks of these positions of a group are in the index now. O(tokens of the run)."""
+        spec = self._specs[group]
+        size, stride = spec.block_size, spec.block_size // self._hash_size
+        keys = self._extra_keys.get(size, {})
+        return BlockStored(
+            block_hashes=list(self._hashes[(run.start + 1) * stride - 1 : run.stop * stride : stride]),
+            parent_block_hash=self._hashes[run.start * stride - 1] if run.start else None,
+            token_ids=self._token_ids[run.start * size - self._first : run.stop * size - self._first],
+            block_size=size,
+            lora_id=self._lora[0],
+            medium=MEDIUM_GPU,
+            lora_name=self._lora[1],
+            extra_keys=[keys.get(position) for position in run],
+            group_idx=group,
+            kv_cache_spec_kind=spec.kind,
+            kv_cache_spec_sliding_window=spec.sliding_window,
+        )
 
 
 def apply_events(index: set[tuple[bytes, int | None]], events: Iterable[KVCacheEvent]) -> None:

@@ -1,33 +1,17 @@
 #include "errors.h"
 
 #include <cstdarg>
-
-namespace nb = nanobind;
+#include <cstdio>
 
 namespace kvpager {
 
-PyObject* config_error = nullptr;
-PyObject* invalid_request_error = nullptr;
-PyObject* unknown_block_error = nullptr;
-PyObject* block_state_error = nullptr;
-PyObject* out_of_blocks_error = nullptr;
-
-void import_errors() {
-    nb::module_ errors = nb::module_::import_("kvpager.errors");
-    auto look_up = [&](const char* name) { return nb::object(errors.attr(name)).release().ptr(); };
-    config_error = look_up("ConfigError");
-    invalid_request_error = look_up("InvalidRequestError");
-    unknown_block_error = look_up("UnknownBlockError");
-    block_state_error = look_up("BlockStateError");
-    out_of_blocks_error = look_up("OutOfBlocksError");
-}
-
-void raise(PyObject* type, const char* format, ...) {
+void fail(ErrorKind kind, const char* format, ...) {
+    char message[512];
     va_list arguments;
     va_start(arguments, format);
-    PyErr_FormatV(type, format, arguments);
+    std::vsnprintf(message, sizeof message, format, arguments);
     va_end(arguments);
-    throw nb::python_error();
+    throw Error(kind, message);
 }
 
 }  // namespace kvpager

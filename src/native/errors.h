@@ -1,21 +1,25 @@
-// The package's Python exceptions, raised from C++.
+// What the core refuses. It knows no Python: the bindings turn each kind into the package's exception of that name.
 #pragma once
 
-#include <nanobind/nanobind.h>
+#include <exception>
+#include <string>
 
 namespace kvpager {
 
-// Borrowed for the life of the process: kvpager.errors is never unloaded.
-extern PyObject* config_error;
-extern PyObject* invalid_request_error;
-extern PyObject* unknown_block_error;
-extern PyObject* block_state_error;
-extern PyObject* out_of_blocks_error;
+enum class ErrorKind { config, invalid_request, unknown_block, block_state, out_of_blocks, invariant };
 
-// Looks the classes up; called once, when the module is made.
-void import_errors();
+class Error : public std::exception {
+public:
+    Error(ErrorKind kind, std::string message) : kind_(kind), message_(std::move(message)) {}
+    ErrorKind kind() const { return kind_; }
+    const char* what() const noexcept override { return message_.c_str(); }
 
-// Sets a Python exception with a PyErr_Format message and throws it as nb::python_error.
-[[noreturn]] void raise(PyObject* type, const char* format, ...);
+private:
+    ErrorKind kind_;
+    std::string message_;
+};
+
+// Throws an Error; the compiler checks the arguments against the format, which is printf's.
+[[noreturn, gnu::format(printf, 2, 3)]] void fail(ErrorKind kind, const char* format, ...);
 
 }  // namespace kvpager

@@ -19,7 +19,6 @@ from kvpager.attention import (
     SlidingWindow,
 )
 from kvpager.hashing import BlockHasher
-from model.lockstep import lockstep_manager
 
 FULL, WINDOW = FullAttention(block_size=4), SlidingWindow(block_size=4, window=9)
 LAYOUTS: dict[str, tuple[list[AttentionSpec], dict[str, Any]]] = {
@@ -48,7 +47,7 @@ def make_manager(specs: list[AttentionSpec], options: dict[str, Any]) -> KVCache
     interval = given.pop("retention_interval", None)
     groups = tuple(GroupSpec(layer_names=(f"{i}",), spec=spec) for i, spec in enumerate(specs))
     config = CacheConfig(num_blocks=10 + 12 * len(specs), groups=groups, retention_interval=interval)
-    return lockstep_manager(config, max_model_len=60, max_num_batched_tokens=16, **given)
+    return KVCacheManager(config, max_model_len=60, max_num_batched_tokens=16, **given)
 
 
 class Lives:

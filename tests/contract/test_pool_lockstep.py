@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import model.pool
 from kvpager import _native
 from kvpager.errors import KVPagerError
-from kvpager.events import MEDIUM_GPU, BlockStored
 from kvpager.stats import ResidencySampler
 
 NUM_GROUPS = 3
@@ -211,8 +210,6 @@ class Lockstep(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         assert self.both("take_new_block_ids") is not None
-        stored = BlockStored([b"x"], None, [], 2, None, MEDIUM_GPU, None)
-        self.both("log", stored)
         self.both("take_events")
         if self.samplers.native is not None:
             assert self.samplers.native.drain() == self.samplers.plain.drain()

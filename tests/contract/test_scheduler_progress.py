@@ -32,9 +32,9 @@ from kvpager.check import check_manager
 from kvpager.config import CacheConfig
 from kvpager.errors import RequestTooLargeError
 from kvpager.hashing import BlockHasher
+from kvpager.manager import KVCacheManager
 from kvpager.request import Request, RequestStatus
 from kvpager.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
-from model.lockstep import lockstep_manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:prefix caching is on but can never hit")
 
@@ -237,7 +237,7 @@ class World:
         config = CacheConfig.uniform(scenario.num_blocks + 1 + num_sink_blocks, specs, **options)
         self.alignment = config.alignment
         self.hasher = BlockHasher.for_config(config)
-        self.manager = lockstep_manager(config, max_model_len=MAX_MODEL_LEN, **scenario.manager_options)
+        self.manager = KVCacheManager(config, max_model_len=MAX_MODEL_LEN, **scenario.manager_options)
         self.scheduler = Scheduler(self.manager, **scenario.options)
         self.engine = ToyEngine(specs, states_are_simple=lookahead == 0)
         self.requests: list[Request] = []

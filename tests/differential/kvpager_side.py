@@ -10,9 +10,8 @@ from kvpager.check import check_manager
 from kvpager.config import CacheConfig, GroupSpec
 from kvpager.extra_keys import LoRA
 from kvpager.hashing import BlockHasher
-from kvpager.manager import Fit
+from kvpager.manager import Fit, KVCacheManager
 from kvpager.request import Request, RequestStatus
-from model.lockstep import lockstep_manager
 
 from .layouts import Layout
 from .reference import Kind
@@ -62,7 +61,7 @@ class KvpagerSide:
     def __init__(self, layout: Layout, num_blocks: int, **options: Any) -> None:
         config = make_config(layout, num_blocks)
         self._hasher = BlockHasher(layout.hash_size, seed=os.environ["PYTHONHASHSEED"], algorithm="sha256_cbor")
-        self.manager = lockstep_manager(
+        self.manager = KVCacheManager(
             config,
             max_model_len=layout.max_model_len,
             max_num_batched_tokens=layout.step,

@@ -18,10 +18,9 @@ from typing import Any
 from kvpager.check import check_manager
 from kvpager.config import CacheConfig
 from kvpager.hashing import BlockHasher
-from kvpager.manager import Fit
+from kvpager.manager import Fit, KVCacheManager
 from kvpager.request import Request, RequestStatus
 
-from .lockstep import lockstep_manager
 from .naive import NULL, NaiveManager, Prefixes, Refusal, ceil_div
 from .tensors import GARBAGE, Device, Item, Tensors
 
@@ -115,7 +114,7 @@ class Driver:
         self.model = NaiveManager(self.config, prefixes=self.prefixes, **shared)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            self.real = lockstep_manager(self.config, enable_kv_cache_events=True, log_stats=True, **shared)
+            self.real = KVCacheManager(self.config, enable_kv_cache_events=True, log_stats=True, **shared)
         self.same("warns that it cannot hit", bool(caught), self.model.caching_is_on and not self.model.caching)
         self.hasher = BlockHasher.for_config(self.config)
         self.tensors = Tensors(self.model.groups, self.prefixes)

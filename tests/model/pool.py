@@ -407,11 +407,6 @@ class BlockPool:
         """Whether changes of the index are recorded."""
         return self._events is not None
 
-    def log(self, event: KVCacheEvent) -> None:
-        """Record what the caller knows of a change that it has just made."""
-        if self._events is not None:
-            self._events.append(event)
-
     def take_events(self) -> list[KVCacheEvent]:
         """The changes since the last call, in order."""
         if self._events is None:

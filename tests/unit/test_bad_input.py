@@ -48,7 +48,8 @@ def make_request(manager: KVCacheManager, name: str = "a", tokens: int = 10, **o
 
 def state(manager: KVCacheManager) -> object:
     pool = manager.block_pool
-    tables = [{k: t.ids() for k, t in group.tables.items()} for group in manager.coordinator.single_type_managers]
+    coordinator = manager.coordinator
+    tables = {k: [t.ids() for t in coordinator.tables(k)] for k in coordinator.request_ids()}
     return tables, pool.free_queue(), pool.index(), [pool.ref_count(i) for i in range(pool.num_blocks)]
 
 

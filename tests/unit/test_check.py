@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
@@ -21,8 +22,32 @@ def manager() -> KVCacheManager:
     return manager
 
 
-def replace_table(manager: KVCacheManager, name: str, ids: list[int]) -> None:
-    manager.coordinator.single_type_managers[0].tables[name] = BlockList(ids)
+class Wrong:
+    """A coordinator that says something else than the true one about its tables."""
+
+    def __init__(self, true: Any, **lies: Callable[..., Any]) -> None:
+        self._true = true
+        for name, lie in lies.items():
+            setattr(self, name, lie)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._true, name)
+
+
+def replace_table(manager: Any, name: str, ids: list[int]) -> None:
+    true = manager.coordinator
+    tables = {request_id: true.tables(request_id) for request_id in true.request_ids()} | {name: [BlockList(ids)]}
+    manager.coordinator = Wrong(true, tables=tables.__getitem__, request_ids=lambda: list(tables))
+
+
+def forget(manager: Any, name: str) -> None:
+    """The request is not live any more, but nobody gave its blocks back."""
+    true = manager.coordinator
+    manager.coordinator = Wrong(
+        true,
+        live_requests=lambda: [one for one in true.live_requests() if one.request_id != name],
+        request_ids=lambda: [one for one in true.request_ids() if one != name],
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,9 +56,8 @@ def replace_table(manager: KVCacheManager, name: str, ids: list[int]) -> None:
         (lambda m: replace_table(m, "a", [1, 2]), ["references of requests to block 3", "1 is not 0"]),
         (lambda m: replace_table(m, "a", [1, 2, 3, 5]), ["references of requests to block 5", "1 is not 2"]),
         (lambda m: replace_table(m, "a", [1, 2, 3, 7]), ["references of requests to block 7", "0 is not 1"]),
-        (lambda m: replace_table(m, "c", []), ["requests with a table in group 0"]),
-        (lambda m: m.coordinator.single_type_managers[0].tables.pop("b"), ["references of requests to block 4"]),
-        (lambda m: [m._holdings.remove(r.request_id) for r in m.live_requests()], ["requests with a table", "set()"]),
+        (lambda m: replace_table(m, "c", []), ["ids that have tables"]),
+        (lambda m: forget(m, "b"), ["references of requests to block 4"]),
     ],
 )
 def test_a_broken_manager_is_noticed(
@@ -46,8 +70,10 @@ def test_a_broken_manager_is_noticed(
 
 
 def test_two_requests_that_write_one_block_are_noticed(manager: KVCacheManager) -> None:
-    pool, group = manager.block_pool, manager.coordinator.single_type_managers[0]
-    shared = group.tables["b"].slice(1, 2)  # b's second block, which it still writes
-    pool.adopt(group.tables["a"], shared, 0, 1)
+    pool, true = manager.block_pool, manager.coordinator
+    a, b = (true.tables(name)[0] for name in "ab")
+    pool.adopt(a, b, 1, 2)  # b's second block, which it still writes
+    tables = {"a": [a], "b": [b]}
+    manager.coordinator = cast(Any, Wrong(true, tables=tables.__getitem__))
     with pytest.raises(InvariantError, match="content that is written to block 5"):
         check(manager)

@@ -22,7 +22,6 @@ FLOORS = [
     "stats",
     "pool",
     "blocks",
-    "single_type",
     "coordinator",
     "manager",
     "check",

@@ -10,23 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kvpager import BlockList, BlockPool, CacheConfig, FullAttention, KVCacheManager, Request, check_manager
-from kvpager._native import GroupRule, Holding, Holdings, Stepper
+from kvpager import BlockPool, CacheConfig, FullAttention, KVCacheManager, Request, check_manager
+from kvpager._native import AttentionKind, KVCacheCoordinator, SingleTypeKVCacheManager
 from kvpager.errors import ConfigError, InvalidRequestError
-
-RULE: dict[str, Any] = dict.fromkeys(("grows", "keeps_prompt", "is_state", "is_align", "notes_new"), False) | {
-    "group": 0,
-    "block_size": 4,
-    "stride": 1,
-    "lag": -1,
-    "span": 4,
-    "release_delay": 0,
-    "alignment": 4,
-    "commit_margin": 0,
-    "hit_margin": 0,
-    "shareable": -1,
-    "interval": -1,
-}
 
 
 class Odd(Request):
@@ -160,64 +146,93 @@ def test_hashes_that_are_none_change_nothing(bad: Any) -> None:
     check_manager(manager)
 
 
+KIND: dict[str, Any] = {
+    "content": "tokens",
+    "block_size": 4,
+    "lag": None,
+    "span": 4,
+    "num_speculative_states": 0,
+    "keeps_prompt": False,
+    "needs_whole_prefix": True,
+}
+GROUP: dict[str, Any] = {
+    "group_id": 0,
+    "hashes_per_block": 1,
+    "alignment": 4,
+    "commit_lookahead": 0,
+    "draft_lookahead": 0,
+    "shareable_decoded": None,
+    "interval": None,
+    "zeroes_new": False,
+}
+COORDINATOR: dict[str, Any] = {
+    "hash_block_size": 4,
+    "max_model_len": 64,
+    "max_num_batched_tokens": 64,
+    "watermark_blocks": 0,
+    "can_hit": True,
+    "trusts_max_tokens": True,
+    "records_admissions": False,
+}
+
+
 def test_wrong_types() -> None:
-    pool, holdings = BlockPool(8, 1), Holdings()
-    options: dict[str, Any] = {
-        "max_model_len": 64,
-        "commits": True,
-        "watermark_blocks": 0,
-        "fits_alone": print,
-        "log_stored": print,
-        "wrap": list,
-        "empty": (),
-    }
-    for arguments in (
-        ("pool", holdings, [], []),
-        (pool, {}, [], []),
-        (pool, holdings, ["rule"], [{}]),
-        (pool, holdings, None, []),
-        (pool, holdings, [GroupRule(**RULE)], [[]]),
-    ):
+    group = SingleTypeKVCacheManager(AttentionKind(**KIND), **GROUP)
+    for pool, groups in (("pool", [group]), (BlockPool(8, 1), ["group"]), (BlockPool(8, 1), None)):
         with pytest.raises(TypeError):
-            Stepper(*arguments, **options)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="group 1 is not there"):
-        Stepper(pool, holdings, [GroupRule(**RULE | {"group": 1})], [{}], **options)
-    with pytest.raises(InvalidRequestError, match="0 groups of tables were given for 1"):
-        Stepper(pool, holdings, [GroupRule(**RULE)], [], **options)
-    with pytest.raises(TypeError):
-        Holding(object(), [[1, 2]])  # type: ignore[arg-type, list-item]
-    with pytest.raises(TypeError):
-        holdings.add("a", "holding")  # type: ignore[arg-type]
-    stepper = Stepper(pool, holdings, [GroupRule(**RULE)], [{}], **options)
-    with pytest.raises(InvalidRequestError, match="2 tables were given for 1 groups"):
-        stepper.find_bounds(Holding(object(), [BlockList(), BlockList()]), 1)  # type: ignore[arg-type]
+            KVCacheCoordinator(pool, groups, **COORDINATOR)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="group 0 stands at place 0 of 0"):
+        KVCacheCoordinator(BlockPool(8, 0), [group], **COORDINATOR)
+    second = SingleTypeKVCacheManager(AttentionKind(**KIND), **GROUP | {"group_id": 1})
+    with pytest.raises(InvalidRequestError, match="group 1 stands at place 0"):
+        KVCacheCoordinator(BlockPool(8, 2), [second], **COORDINATOR)
 
 
-@pytest.mark.parametrize("bad", [{"block_size": 0}, {"span": 6}, {"alignment": 0}, {"lag": -2}, {"stride": 0}])
-def test_numbers_that_describe_no_kind(bad: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"block_size": 0},
+        {"span": 6},
+        {"span": 0},
+        {"lag": -1},
+        {"lag": 2**62},
+        {"content": "heap"},
+        {"block_size": True},
+    ],
+)
+def test_numbers_that_describe_no_kind(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        GroupRule(**RULE | bad)
+        AttentionKind(**KIND | bad)
 
 
-def test_holdings_are_found_by_id_and_by_request() -> None:
+@pytest.mark.parametrize("bad", [{"alignment": 0}, {"alignment": 6}, {"hashes_per_block": 0}, {"interval": -4}])
+def test_numbers_that_describe_no_group(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        SingleTypeKVCacheManager(AttentionKind(**KIND), **GROUP | bad)
+
+
+@pytest.mark.parametrize("bad", [0, 2**63, 2**41, 4.0, True])
+def test_numbers_that_describe_no_coordinator(bad: Any) -> None:
+    group = SingleTypeKVCacheManager(AttentionKind(**KIND), **GROUP)
+    with pytest.raises(ConfigError, match="max_model_len must be an integer"):
+        KVCacheCoordinator(BlockPool(8, 1), [group], **COORDINATOR | {"max_model_len": bad})
+
+
+def test_requests_are_found_by_id_and_by_object() -> None:
     """Many come and go: the table by address grows and closes its gaps."""
-    rng, holdings, live = Random(1), Holdings(), dict[str, Holding]()
+    rng = Random(1)
+    manager = KVCacheManager(CacheConfig.uniform(3_000, [FullAttention(block_size=4)]), max_model_len=64)
+    live = dict[str, Request]()
     for number in range(2_000):
         if live and rng.random() < 0.45:
-            name = rng.choice(list(live))
-            holdings.remove(name)
-            del live[name]
+            manager.free(live.pop(rng.choice(list(live))))
         else:
-            holding = live[f"{number}"] = Holding(object(), [])  # type: ignore[arg-type]
-            holdings.add(f"{number}", holding)
-        assert holdings.request_ids() == list(live)
-    assert holdings.values() == list(live.values())
-    name, holding = next(iter(live.items()))
-    for again in (name, "another id"):
-        with pytest.raises(InvalidRequestError, match="holds blocks"):
-            holdings.add(again, holding)
-    holdings.remove("unknown")
-    assert holdings.get("unknown") is None
+            request = live[f"{number}"] = Request(f"{number}", [1])
+            assert manager.allocate_slots(request, 1) is not None
+        assert manager.live_requests() == list(live.values())
+    for request in live.values():
+        assert manager.probe(request, 1).num_blocks_needed == 0
+    check_manager(manager)
 
 
 def test_a_manager_that_knows_itself_can_go() -> None:

@@ -8,22 +8,27 @@ token is read for the last time, and that is two numbers:
 - ``span``: tokens die in whole spans (a block, or a chunk of several).
 
 Everything else (what may be released, what a hit needs, how many blocks a prefill holds
-at most) is derived here, once, for all kinds.
+at most) follows from these, once, for all kinds: in ``src/native/groups/kind.h``.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import ClassVar, Literal
 
+from .._native import AttentionKind
 from ..errors import ConfigError
 
-__all__ = ["UNBOUNDED", "AttentionSpec", "ceil_div"]
+__all__ = ["AttentionSpec", "Content", "ceil_div"]
 
-UNBOUNDED = sys.maxsize
-"""More tokens than any sequence has."""
+Content = Literal["tokens", "encoder_tokens", "last_state", "every_state", "step_states"]
+"""What a block holds: the tokens of its position; an encoder's output, allocated once; the one state of a request; the
+state at its end; the state at its end if a step ended there, else nothing."""
+
+
+MAX_COUNT = 2**40
+"""Every size and token count is at most this: no sum or product of some of them overflows in the compiled part."""
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -56,6 +61,8 @@ class AttentionSpec:
     """Whether the retention interval makes this kind's checkpoints sparser."""
     needs_whole_prefix: ClassVar[bool] = False
     """Whether a hit needs every block before it, so that a shorter hit is always possible too."""
+    keeps_prompt: ClassVar[bool] = False
+    """Whether only what was decoded dies."""
     shared_prefix: ClassVar[bool] = False
     """Whether a table's leading blocks are a prefix that kernels can share (cascade attention)."""
 
@@ -64,10 +71,18 @@ class AttentionSpec:
         self._require("page_bytes", self.page_bytes, 0)
 
     def _require(self, name: str, value: object, at_least: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-            raise ConfigError(f"{type(self).__name__}.{name} must be an integer of at least {at_least}, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not at_least <= value <= MAX_COUNT:
+            raise ConfigError(
+                f"{type(self).__name__}.{name} must be an integer of at least {at_least} and at most 2**40, "
+                f"got {value!r}"
+            )
 
     # -- what sets the kinds apart ------------------------------------------------------------
+
+    @property
+    def content(self) -> Content:
+        """What a block holds."""
+        return "tokens"
 
     @property
     def lag(self) -> int | None:
@@ -89,64 +104,47 @@ class AttentionSpec:
         """The window in tokens, for events; None for every other kind."""
         return None
 
-    def first_mortal_block(self, num_prompt_tokens: int) -> int:
-        """The first block that can ever die."""
-        return 0
-
     @property
     def shareable_decoded(self) -> int | None:
         """How many decoded tokens can be hit (None: all): later ones' K/V depends on where the prompt ended."""
         return None
 
+    # -- what follows from it: the compiled rule says it, here and in the manager --------------
+
+    @cached_property
+    def rule(self) -> AttentionKind:
+        """The kind as numbers, and all that follows from them."""
+        return AttentionKind(
+            content=self.content,
+            block_size=self.block_size,
+            lag=self.lag,
+            span=self.span,
+            num_speculative_states=self.release_delay,
+            keeps_prompt=self.keeps_prompt,
+            needs_whole_prefix=self.needs_whole_prefix,
+        )
+
     def num_positions(self, num_slots: int, num_encoder_tokens: int) -> int:
         """Table length that ``num_slots`` token slots need. O(1)."""
-        return ceil_div(num_slots, self.block_size)
+        return self.rule.num_positions(num_slots, num_encoder_tokens)
 
     def num_slots(self, num_positions: int) -> int:
         """Token slots that a table of ``num_positions`` serves: what num_positions undoes. O(1)."""
-        return num_positions * self.block_size
-
-    # -- what follows from it -----------------------------------------------------------------
+        return self.rule.num_slots(num_positions)
 
     def dead(self, num_computed_tokens: int, num_prompt_tokens: int) -> range:
         """Blocks that no later token reads once ``num_computed_tokens`` are computed. O(1)."""
-        first = self.first_mortal_block(num_prompt_tokens)
-        lag = self.lag
-        if lag is None or num_computed_tokens <= lag:
-            return range(first, first)
-        stop = (num_computed_tokens - lag) // self.span * (self.span // self.block_size)
-        return range(first, max(first, stop))
+        return self.rule.dead(num_computed_tokens, num_prompt_tokens)
 
     def needed_for_hit(self, num_tokens: int) -> range:
-        """Blocks that a hit of ``num_tokens`` (a multiple of the block size) reads. O(1)."""
-        return range(len(self.dead(num_tokens, num_tokens)), num_tokens // self.block_size)
+        """Blocks that a hit of ``num_tokens`` (a multiple of the block size) reads: not dead at its end. O(1)."""
+        return self.rule.needed_for_hit(num_tokens)
 
-    def step_starts_to_check(self, first: int, last: int, num_prompt_tokens: int) -> Iterator[int]:
-        """The computed counts in [first, last] among which a prefill holds the most blocks.
-
-        A prefill that has n tokens computed holds what is not dead at n, plus its step. Every
-        step moves both ends by the same tokens, so the most is held either at ``last`` or just
-        before the latest release at or before it. O(log span).
-        """
-        yield last
-        released = len(self.dead(last - self.release_delay, num_prompt_tokens))
-        low, high = max(first, last - self.span), last
-        if low >= high or len(self.dead(low - self.release_delay, num_prompt_tokens)) == released:
-            return
-        while high - low > 1:
-            middle = (low + high) // 2
-            if len(self.dead(middle - self.release_delay, num_prompt_tokens)) < released:
-                low = middle
-            else:
-                high = middle
-        yield low
+    def step_starts_to_check(self, first: int, last: int, num_prompt_tokens: int) -> list[int]:
+        """The computed counts in [first, last] among which a prefill holds the most blocks. O(log span)."""
+        return self.rule.step_starts_to_check(first, last, num_prompt_tokens)
 
     def most_held(self, num_slots: int, max_step: int, num_prompt_tokens: int, num_encoder_tokens: int = 0) -> int:
         """Blocks that a sequence holds at most on its way to ``num_slots`` tokens in steps of up to ``max_step``,
         nothing of it being shared. O(log span)."""
-        held = []
-        for start in self.step_starts_to_check(0, max(0, num_slots - max_step), num_prompt_tokens):
-            positions = self.num_positions(min(start + max_step, num_slots), num_encoder_tokens)
-            dead = self.dead(start - self.release_delay, num_prompt_tokens)
-            held.append(positions - len(range(dead.start, min(dead.stop, positions))))
-        return max(held)
+        return self.rule.most_held(num_slots, max_step, num_prompt_tokens, num_encoder_tokens)

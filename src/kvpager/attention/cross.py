@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import UNBOUNDED, AttentionSpec, ceil_div
+from .base import AttentionSpec, Content
 
 __all__ = ["CrossAttention"]
 
@@ -21,8 +21,6 @@ class CrossAttention(AttentionSpec):
     holds_tokens: ClassVar[bool] = False
     can_hit: ClassVar[bool] = False
 
-    def num_positions(self, num_slots: int, num_encoder_tokens: int) -> int:
-        return ceil_div(num_encoder_tokens, self.block_size)
-
-    def num_slots(self, num_positions: int) -> int:
-        return UNBOUNDED
+    @property
+    def content(self) -> Content:
+        return "encoder_tokens"

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..errors import ConfigError
-from .base import UNBOUNDED, AttentionSpec, ceil_div
+from .base import AttentionSpec, Content
 
 __all__ = ["Mamba", "MambaMode"]
 
 MambaMode = Literal["none", "all", "align"]
+_CONTENT: dict[MambaMode, Content] = {"none": "last_state", "all": "every_state", "align": "step_states"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,32 +45,13 @@ class Mamba(AttentionSpec):
         return self.mode != "none"
 
     @property
+    def content(self) -> Content:
+        return _CONTENT[self.mode]
+
+    @property
     def lag(self) -> int | None:
         return None if self.mode == "none" else 1
 
     @property
     def release_delay(self) -> int:
         return self.num_speculative_states
-
-    def num_positions(self, num_slots: int, num_encoder_tokens: int) -> int:
-        states = 1 if self.mode == "none" else ceil_div(num_slots, self.block_size)
-        return states + self.num_speculative_states
-
-    def num_slots(self, num_positions: int) -> int:
-        if self.mode == "none":
-            return UNBOUNDED
-        return max(0, num_positions - self.num_speculative_states) * self.block_size
-
-    def most_held(self, num_slots: int, max_step: int, num_prompt_tokens: int, num_encoder_tokens: int = 0) -> int:
-        if self.mode != "align":
-            return super().most_held(num_slots, max_step, num_prompt_tokens, num_encoder_tokens)
-        return min(self.most_states, ceil_div(num_slots, self.block_size)) + self.num_speculative_states
-
-    @property
-    def most_states(self) -> int:
-        """Align: states that are held at once beside the speculative ones.
-
-        The running one and the one before; and, since releasing trails by the speculative states, those
-        before that which so many tokens can reach back to.
-        """
-        return 2 + ceil_div(self.num_speculative_states, self.block_size)

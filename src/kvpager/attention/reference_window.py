@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import AttentionSpec, ceil_div
+from .base import AttentionSpec
 
 __all__ = ["ReferenceWindow"]
 
@@ -18,6 +18,7 @@ class ReferenceWindow(AttentionSpec):
 
     kind: ClassVar[str] = "reference_window"
     needs_whole_prefix: ClassVar[bool] = True
+    keeps_prompt: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,6 +33,3 @@ class ReferenceWindow(AttentionSpec):
         # The token this many behind the prompt is the last that still reads all before it. Who has a longer prompt
         # would read more at later ones.
         return self.window + 1
-
-    def first_mortal_block(self, num_prompt_tokens: int) -> int:
-        return ceil_div(num_prompt_tokens, self.block_size)

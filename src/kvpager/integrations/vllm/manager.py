@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ... import check as kvpager_check
-from ... import manager as kvpager_manager
 from ...attention import Mamba
 from ...blocks import KVCacheBlocks
 from ...config import CacheConfig
 from ...errors import ConfigError
 from ...events import KVCacheEvent
+from ...manager import KVCacheManager
 from ...pool import NULL_BLOCK, EvictionOrder
 from ...request import EventSource, RequestLike
 from ...stats import PrefixCacheStats, ResidencySampler
@@ -25,50 +25,6 @@ from .views import ConnectorBlockPool, Coordinator
 __all__ = ["SchedulerManager", "refuse_pool_walkers"]
 
 logger = logging.getLogger("vllm.kvpager")
-
-
-class _Manager(kvpager_manager.KVCacheManager):
-    """As vLLM's scheduler needs it.
-
-    ``waiting_for_load`` is the status of its requests whose load is under way. ``samples_end_steps``: there are Mamba
-    states to cache and no drafts, so each sampled token was the only one of its step.
-    """
-
-    waiting_for_load: Any
-    samples_end_steps: bool
-
-    def lacks_something(self, request: Any) -> bool:
-        """Whether blocks are gone that the request would go on from at its computed tokens. O(groups)."""
-        holding = self._holdings.get(request.request_id)
-        return holding is not None and holding.lowest > request.num_computed_tokens
-
-    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """A load has arrived, or as much of it as ``num_computed_tokens`` says; or sampled tokens have."""
-        holding = self._holdings.get(request.request_id)
-        if holding is None or num_computed_tokens <= holding.quiet_until:
-            return  # freed meanwhile, or there is nothing to do
-        if request.status is self.waiting_for_load and self.lacks_something(request):
-            # The load failed, and what the rest would read is gone: it starts over. vLLM looks for hits next.
-            self.free(request)
-            request.num_computed_tokens = 0
-            return
-        if self.samples_end_steps and request.status is not self.waiting_for_load:
-            # Sampled asynchronously: the step that gave the last token ended here, which nobody knew to be a token's
-            # end when it was planned.
-            self.coordinator.step_ends(request.request_id, num_computed_tokens)
-        super().cache_blocks(request, num_computed_tokens)
-
-    # vLLM has no way to refuse a request: one that says max_tokens=10**6 would block its queue for ever, though it
-    # may well end after ten. So what counts is what a request has by now.
-    def fits_alone(self, request: RequestLike, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> bool:
-        """Whether the cache could hold what the request has by now. O(groups)."""
-        return self._length_fits(
-            request.num_tokens, request.num_prompt_tokens, num_lookahead_tokens, num_encoder_tokens
-        )
-
-    def fits(self, num_tokens: int, num_prompt_tokens: int) -> bool:
-        """Whether the cache could hold a sequence of so many tokens if it were alone. O(groups)."""
-        return self._length_fits(num_tokens, num_prompt_tokens, 0, 0)
 
 
 class SchedulerManager:
@@ -95,7 +51,7 @@ class SchedulerManager:
         num_sink_blocks: int,
         group_classes: Sequence[type],
     ) -> None:
-        self.manager = _Manager(
+        self.manager = KVCacheManager(
             config,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -107,10 +63,13 @@ class SchedulerManager:
             eviction_order=eviction_order,
             residency=residency,
             event_source=event_source,
+            # vLLM has no way to refuse a request: one that says max_tokens=10**6 would block its queue for ever, though
+            # it may well end after ten. So what counts is what a request has by now.
+            trust_max_tokens=False,
         )
-        self.manager.waiting_for_load = self.waiting_for_load
         aligned = [spec for spec in config.specs if isinstance(spec, Mamba) and spec.mode == "align"]
-        self.manager.samples_end_steps = bool(aligned) and not any(spec.num_speculative_states for spec in aligned)
+        # There are states to cache and no drafts, so each sampled token was the only one of its step.
+        self._samples_end_steps = bool(aligned) and not any(spec.num_speculative_states for spec in aligned)
         self.manager.block_pool.reserve(num_sink_blocks)
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
@@ -122,7 +81,7 @@ class SchedulerManager:
         self.block_pool = ConnectorBlockPool(self.manager)
         self.coordinator = Coordinator(self.manager, group_classes)
         self._logs_events = enable_kv_cache_events
-        self._all_fit = self.manager.fits(max_model_len, max_model_len)
+        self._all_fit = self._fits(max_model_len, max_model_len)
         self._may_have_failed_loads = False
         self._must_restart: set[str] = set()
         self._told: set[str] = set()
@@ -145,7 +104,6 @@ class SchedulerManager:
         """kvpager's own methods where both mean the same: no call in between."""
         manager = self.manager
         self.allocate_slots: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
-        self.cache_blocks = manager.cache_blocks
         self.free = manager.free
         self.pop_blocks_for_free = manager.pop_blocks_for_free
         self.remove_skipped_blocks = manager.remove_skipped_blocks
@@ -178,8 +136,11 @@ class SchedulerManager:
             self._tell_if_it_never_fits(request)
         return blocks, num_tokens
 
+    def _fits(self, num_tokens: int, num_prompt_tokens: int) -> bool:
+        return self.manager.coordinator.length_fits(num_tokens, num_prompt_tokens, 0, 0)
+
     def _tell_if_it_never_fits(self, request: Any) -> None:
-        if request.request_id in self._told or self.manager.fits(request.num_tokens, request.num_prompt_tokens):
+        if request.request_id in self._told or self._fits(request.num_tokens, request.num_prompt_tokens):
             return
         self._told.add(request.request_id)
         logger.error(
@@ -189,6 +150,23 @@ class SchedulerManager:
         )
 
     # -- while it runs -------------------------------------------------------------------------
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """A load has arrived, or as much of it as ``num_computed_tokens`` says; or sampled tokens have."""
+        manager = self.manager
+        if not manager.coordinator.is_live(request):
+            return  # freed meanwhile
+        is_load = request.status is self.waiting_for_load
+        if is_load and not manager.coordinator.can_continue(request):
+            # The load failed, and what the rest would read is gone: it starts over. vLLM looks for hits next.
+            manager.free(request)
+            request.num_computed_tokens = 0
+            return
+        if self._samples_end_steps and not is_load:
+            # Sampled asynchronously: the step that gave the last token ended here, which nobody knew to be a token's
+            # end when it was planned.
+            manager.coordinator.step_ends(request, num_computed_tokens)
+        manager.cache_blocks(request, num_computed_tokens)
 
     def new_step_starts(self) -> None:
         """A step begins. If loads failed in the last one, what was computed from them leaves the index."""
@@ -220,7 +198,7 @@ class SchedulerManager:
             if not getattr(live[request_id], "num_output_placeholders", 0):
                 live[request_id].num_computed_tokens = min(live[request_id].num_computed_tokens, token)
         self._must_restart = {
-            request_id for request_id, request in live.items() if self.manager.lacks_something(request)
+            request_id for request_id, request in live.items() if not self.manager.coordinator.can_continue(request)
         }
         restarting = self._allocate_unless_restarting if self._must_restart else self.manager.allocate_slots
         self.allocate_slots = restarting
@@ -232,16 +210,18 @@ class SchedulerManager:
         """
         if request.status.name != "RUNNING":
             return []
-        group = self.manager.coordinator.single_type_managers[0]
-        table = group.tables[request.request_id]
-        if table.num_committed * group.block_size <= request.num_computed_tokens + 1:
+        block_size = self.manager.kv_cache_config.specs[0].block_size
+        if (
+            self.manager.coordinator.num_committed_blocks(request.request_id)[0] * block_size
+            <= request.num_computed_tokens + 1
+        ):
             return []
-        block_id = table[request.num_computed_tokens // group.block_size]
+        block_id = self.manager.get_block_ids(request.request_id)[0][request.num_computed_tokens // block_size]
         return [block_id] if block_id != NULL_BLOCK else []
 
     def _allocate_unless_restarting(self, request: Any, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         """Refuse those that lack what they would go on from: vLLM preempts them, and they start over."""
-        if request.request_id in self._must_restart and self.manager.lacks_something(request):
+        if request.request_id in self._must_restart and not self.manager.coordinator.can_continue(request):
             return None
         return self.manager.allocate_slots(request, *args, **kwargs)
 

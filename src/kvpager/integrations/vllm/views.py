@@ -9,7 +9,6 @@ from typing import Any
 from ...blocks import Block, GroupBlocks
 from ...manager import KVCacheManager
 from ...pool import BlockList, BlockPool
-from ...single_type import SingleTypeKVCacheManager, TokenRanges
 
 __all__ = ["ConnectorBlockPool", "Coordinator", "GroupView"]
 
@@ -108,10 +107,7 @@ class Coordinator:
         self._manager = manager
         self.block_pool = manager.block_pool
         self.num_uncached_common_prefix_tokens = 0
-        self.single_type_managers = tuple(
-            GroupView(manager, group, cls)
-            for group, cls in zip(manager.coordinator.single_type_managers, classes, strict=True)
-        )
+        self.single_type_managers = tuple(GroupView(manager, group, cls) for group, cls in enumerate(classes))
 
     def get_num_blocks_to_allocate(
         self,
@@ -124,20 +120,16 @@ class Coordinator:
         apply_admission_cap: bool = False,
     ) -> int:
         """Free blocks that reaching ``num_tokens`` takes: at once, or (with the cap) at most on the way."""
-        tokens = TokenRanges(
-            num_local=total_computed_tokens,
-            num_computed=total_computed_tokens,
-            num_start=min(total_computed_tokens, num_tokens - 1),
-            num_main=num_tokens_main_model,
+        needs = self._manager.coordinator.plan(
+            request_id,
+            [BlockList(block.block_id for block in blocks) for blocks in new_computed_blocks],
+            num_computed_tokens=total_computed_tokens,
+            num_main_tokens=num_tokens_main_model,
             num_slots=num_tokens,
-            num_prompt_tokens=num_tokens,
             num_encoder_tokens=num_encoder_tokens,
+            on_the_way=apply_admission_cap,
         )
-        hits = [BlockList(block.block_id for block in blocks) for blocks in new_computed_blocks]
-        coordinator = self._manager.coordinator
-        if apply_admission_cap:
-            return sum(coordinator.plan_sequence(request_id, hits, tokens, 0))
-        return sum(coordinator.plan(request_id, hits, tokens))
+        return sum(needs)
 
     def find_longest_cache_hit_per_group(
         self, block_hashes: Sequence[bytes], max_cache_hit_length: int
@@ -151,29 +143,32 @@ class Coordinator:
 class GroupView:
     """One group's manager as vLLM's tests and connectors look at it. It passes for vLLM's class of that kind."""
 
-    def __init__(self, manager: KVCacheManager, group: SingleTypeKVCacheManager, passes_for: type) -> None:
+    def __init__(self, manager: KVCacheManager, group: int, passes_for: type) -> None:
         self._passes_for = passes_for
-        self.block_size = group.block_size
-        self.kv_cache_group_id = group.group_id
-        self.req_to_blocks = TableViews(group, lambda table: GroupBlocks(manager.block_pool, table))
-        self.num_cached_block = TableViews(group, lambda table: table.num_committed)
+        self.block_size = manager.kv_cache_config.specs[group].block_size
+        self.kv_cache_group_id = group
+        coordinator, pool = manager.coordinator, manager.block_pool
+        self.req_to_blocks = ByRequest(manager, lambda name: GroupBlocks(pool, coordinator.tables(name)[group]))
+        self.num_cached_block = ByRequest(manager, lambda name: coordinator.num_committed_blocks(name)[group])
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance asks here
         return self._passes_for
 
 
-class TableViews(Mapping[str, Any]):
-    """Request id to something read from its table now."""
+class ByRequest(Mapping[str, Any]):
+    """Request id to something that is read now."""
 
-    def __init__(self, group: SingleTypeKVCacheManager, read: Callable[[BlockList], Any]) -> None:
-        self._group, self._read = group, read
+    def __init__(self, manager: KVCacheManager, read: Callable[[str], Any]) -> None:
+        self._coordinator, self._read = manager.coordinator, read
 
     def __getitem__(self, request_id: str) -> Any:
-        return self._read(self._group.tables[request_id])
+        if request_id not in self._coordinator.request_ids():
+            raise KeyError(request_id)
+        return self._read(request_id)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._group.tables)
+        return iter(self._coordinator.request_ids())
 
     def __len__(self) -> int:
-        return len(self._group.tables)
+        return len(self._coordinator.request_ids())
