@@ -120,6 +120,9 @@ class BlockPool:
     def block_hash(self, block_id: int) -> bytes | None:
         """The hash under which a block is in the index, if it is. O(1)."""
 
+    def block_group(self, block_id: int) -> int | None:
+        """The group of that hash. O(1)."""
+
     def free_queue(self) -> list[int]:
         """Free blocks, next to be allocated first. O(free)."""
 
@@ -128,76 +131,6 @@ class BlockPool:
 
     def reserved_blocks(self) -> frozenset[int]:
         """The blocks that ``reserve`` took. O(reserved)."""
-
-    # -- look-ups: read only -------------------------------------------------------------------
-
-    def prefix(self, groups: Sequence[int], hashes: Sequence[bytes], stride: int, stop: int) -> list[BlockList]:
-        """Per group, the oldest copies of the leading positions (of ``stop``) that all groups have. O(answer)."""
-
-    def run_start(self, groups: Sequence[int], hashes: Sequence[bytes], stride: int, start: int, stop: int) -> int:
-        """The smallest p ≥ start such that positions [p, stop) are all cached in all groups. O(stop - p)."""
-
-    def lookup(self, group: int, hashes: Sequence[bytes], stride: int, start: int, stop: int) -> BlockList:
-        """Nulls for [0, start), then the oldest cached copy for each of [start, stop). O(stop)."""
-
-    def serves(self, blocks: BlockList, group: int, hashes: Sequence[bytes], stride: int) -> bool:
-        """Whether every non-null block still is in the index under its position's hash. O(blocks)."""
-
-    def count_evictable(self, blocks: BlockList, start: int, stop: int) -> int:
-        """Blocks of [start, stop) that are free now: adopting them takes from the supply. O(stop - start)."""
-
-    def count_exclusive(self, blocks: BlockList, start: int, stop: int) -> int:
-        """Blocks of [start, stop) that nobody else refers to: releasing them adds to the supply."""
-
-    def num_shared_by(self, blocks: BlockList, num_holders: int) -> int:
-        """Leading blocks that ``num_holders`` requests refer to (outsiders do not count). O(answer)."""
-
-    # -- tables: references of requests -------------------------------------------------------
-
-    def adopt(self, table: BlockList, hits: BlockList, start: int, stop: int) -> None:
-        """Append the hits of positions [start, stop) and take a reference to each (nulls: none). O(stop - start)."""
-
-    def extend(self, table: BlockList, num_blocks: int, note: bool = False) -> None:
-        """Append ``num_blocks`` blocks from the front of the queue. O(num_blocks).
-
-        With ``note`` they are told by the next ``take_new_block_ids``. Raises ``OutOfBlocksError``.
-        """
-
-    def extend_null(self, table: BlockList, num_positions: int) -> None:
-        """Append positions that nobody will read. O(num_positions)."""
-
-    def move(self, table: BlockList, source: int) -> None:
-        """Append the block of position ``source`` and leave null there. O(1)."""
-
-    def release(self, table: BlockList, start: int, stop: int, keep: range = ...) -> None:
-        """Give back dead blocks of [start, stop), tail first, leaving nulls. O(stop - start).
-
-        Positions in ``keep`` are useful all the same (a hit elsewhere will need them).
-        """
-
-    def free_tables(
-        self, tables: Sequence[BlockList], block_sizes: Sequence[int], dead: Sequence[range], keep: Sequence[range]
-    ) -> None:
-        """Give back all blocks of one request's tables, which end up empty. O(blocks).
-
-        Tail first; across groups by end position, so that what one prefix position needs dies together
-        (with ``"recency"``: group after group). ``dead`` are each table's dead positions, ``keep`` those
-        that are useful all the same.
-        """
-
-    def pop_tables(self, tables: Sequence[BlockList], block_sizes: Sequence[int]) -> list[int]:
-        """Hand a request's blocks (no nulls) to the caller, who returns them with ``free_blocks``. O(blocks).
-
-        The reverse of the order in which `free_tables` gives back.
-        """
-
-    def commit(
-        self, table: BlockList, group: int, hashes: Sequence[bytes], stride: int, start: int, stop: int
-    ) -> list[range]:
-        """Enter the blocks of [start, stop) into the index; nulls and cached ones are passed over.
-
-        Returns the unbroken runs of positions whose hash was new to the index. O(stop - start).
-        """
 
     # -- states --------------------------------------------------------------------------------
 
@@ -312,11 +245,7 @@ class SingleTypeKVCacheManager:
     @property
     def block_size(self) -> int: ...
     @property
-    def hashes_per_block(self) -> int: ...
-    @property
     def draft_lookahead(self) -> int: ...
-    def needed_for_hit(self, num_tokens: int) -> range:
-        """Positions that must be cached for a hit of ``num_tokens``, the draft's lookahead included. O(1)."""
 
 @final
 class DecodeSlots:
@@ -399,6 +328,7 @@ class KVCacheCoordinator:
         num_hit_tokens: int,
         num_lookahead_tokens: int,
         num_external_tokens: int,
+        delay_cache_blocks: bool,
         num_encoder_tokens: int,
         full_sequence_must_fit: bool,
         reserved_blocks: int,
@@ -409,19 +339,11 @@ class KVCacheCoordinator:
         Gives the value of `Fit`, the free blocks needed in each group and in all, and how many of them are missing.
         """
 
-    def tokens_to_commit(
-        self,
-        request: RequestLike,
-        num_new_tokens: int,
-        num_hit_tokens: int,
-        num_lookahead_tokens: int,
-        num_external_tokens: int,
-        delay_cache_blocks: bool,
-    ) -> range:
-        """The tokens that `allocate` may enter into the index: what events will tell of is read before. O(groups)."""
+    def tokens_to_commit(self, request: RequestLike, num_computed_tokens: int, num_tokens: int) -> range:
+        """The tokens that a call may enter into the index which computes up to ``num_tokens``. O(groups).
 
-    def tokens_to_cache(self, request: RequestLike, num_computed_tokens: int) -> range:
-        """The same for `cache_blocks`."""
+        What events will tell of them is read before the call. ``num_computed_tokens``: where it goes on.
+        """
 
     def plan(
         self,
@@ -441,6 +363,9 @@ class KVCacheCoordinator:
 
     def num_committed_blocks(self, request_id: str) -> list[int]:
         """Leading positions that have been offered to the index, per group; [] if it is not live."""
+
+    def num_shared_blocks(self, request_id: str) -> list[int]:
+        """Leading positions of a request that all live requests hold, per group; [] if it is not live."""
 
     def request_ids(self) -> list[str]:
         """The ids of live requests, in order of admission. O(requests)."""

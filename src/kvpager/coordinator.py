@@ -1,7 +1,7 @@
 """KVCacheCoordinator makes the groups agree: one hit length, one plan, one way in which a request's blocks change.
 
 It owns the live requests and their tables; a `SingleTypeKVCacheManager` is what one group's attention kind means for
-such a table. Both are compiled (``src/native/manager`` and ``groups``); here they are made from a `CacheConfig`.
+such a table. Both are compiled (``src/native/manager`` and ``groups``); here groups are made from a `CacheConfig`.
 """
 
 from __future__ import annotations
@@ -9,35 +9,8 @@ from __future__ import annotations
 from ._native import KVCacheCoordinator, SingleTypeKVCacheManager
 from .attention import AttentionSpec, Mamba, ceil_div
 from .config import CacheConfig, check_eagle
-from .pool import BlockPool
 
-__all__ = ["KVCacheCoordinator", "SingleTypeKVCacheManager", "make_coordinator", "make_groups"]
-
-
-def make_coordinator(
-    config: CacheConfig,
-    pool: BlockPool,
-    groups: tuple[SingleTypeKVCacheManager, ...],
-    *,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-    watermark_blocks: int,
-    caching: bool,
-    trusts_max_tokens: bool,
-    records_admissions: bool,
-) -> KVCacheCoordinator:
-    """A cache that can never hit commits nothing either: entries that nobody can hit only mislead."""
-    return KVCacheCoordinator(
-        pool,
-        groups,
-        hash_block_size=config.hash_size,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        watermark_blocks=watermark_blocks,
-        can_hit=caching and bool(config.specs) and all(spec.can_hit for spec in config.specs),
-        trusts_max_tokens=trusts_max_tokens,
-        records_admissions=records_admissions and caching,
-    )
+__all__ = ["KVCacheCoordinator", "SingleTypeKVCacheManager", "make_groups"]
 
 
 def make_groups(config: CacheConfig, *, use_eagle: bool) -> tuple[SingleTypeKVCacheManager, ...]:

@@ -16,7 +16,7 @@ from ._native import DecodeSlots
 from .attention import CrossAttention, SinkAttention
 from .blocks import Block, KVCacheBlocks
 from .config import CacheConfig
-from .coordinator import make_coordinator, make_groups
+from .coordinator import KVCacheCoordinator, make_groups
 from .errors import ConfigError, InvalidRequestError
 from .events import KVCacheEvent, StoredEvents
 from .pool import BlockList, BlockPool, EvictionOrder
@@ -89,7 +89,8 @@ class KVCacheManager:
         trust_max_tokens: bool = True,
     ) -> None:
         max_step = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
-        _check_options(max_model_len, max_step, watermark)
+        if not 0 <= watermark < 1:
+            raise ConfigError(f"watermark must be at least 0 and below 1, got {watermark!r}")
         groups = make_groups(config, use_eagle=use_eagle)
         self.kv_cache_config = config
         self.num_kv_cache_groups = len(config.groups)
@@ -106,16 +107,17 @@ class KVCacheManager:
             enable_events=enable_kv_cache_events,
             residency=residency,
         )
-        self.coordinator = make_coordinator(
-            config,
+        # A cache that can never hit commits nothing either: entries that nobody can hit only mislead.
+        self.coordinator = KVCacheCoordinator(
             self.block_pool,
             groups,
+            hash_block_size=config.hash_size,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_step,
             watermark_blocks=self.watermark_blocks,
-            caching=enable_caching,
+            can_hit=enable_caching and bool(groups) and all(spec.can_hit for spec in config.specs),
             trusts_max_tokens=trust_max_tokens,
-            records_admissions=log_stats,
+            records_admissions=log_stats and enable_caching,
         )
         self.empty_kv_cache_blocks = KVCacheBlocks(self.block_pool, [BlockList() for _ in config.groups])
         self._sink_blocks = [
@@ -174,6 +176,7 @@ class KVCacheManager:
             num_hits,
             num_lookahead_tokens,
             num_external_computed_tokens,
+            False,
             num_encoder_tokens,
             full_sequence_must_fit,
             reserved_blocks,
@@ -238,16 +241,9 @@ class KVCacheManager:
         """
         hit, generation, junction = (None, 0, 0) if new_computed_blocks is None else self._own(new_computed_blocks)
         stored_events = None
-        if self._logs_events:
-            tokens = self.coordinator.tokens_to_commit(
-                request,
-                num_new_tokens,
-                num_new_computed_tokens,
-                num_lookahead_tokens,
-                num_external_computed_tokens,
-                delay_cache_blocks,
-            )
-            stored_events = self._read_for_events(request, tokens)
+        if self._logs_events and not delay_cache_blocks:
+            start = request.num_computed_tokens + num_new_computed_tokens
+            stored_events = self._read_for_events(request, start, start + num_external_computed_tokens + num_new_tokens)
         done = self.coordinator.allocate(
             request,
             hit,
@@ -339,8 +335,7 @@ class KVCacheManager:
         """
         stored_events = None
         if self._logs_events:
-            tokens = self.coordinator.tokens_to_cache(request, num_computed_tokens)
-            stored_events = self._read_for_events(request, tokens)
+            stored_events = self._read_for_events(request, request.num_computed_tokens, num_computed_tokens)
         stored = self.coordinator.cache_blocks(request, num_computed_tokens)
         if stored_events is not None:
             self._log_stored(stored_events, stored)
@@ -431,12 +426,9 @@ class KVCacheManager:
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Leading blocks that all requests hold, per group; 0 but for full attention. O(answer)."""
-        specs, num_holders = self.kv_cache_config.specs, len(self.coordinator.request_ids())
-        tables = self.coordinator.tables(running_request_id) or [BlockList() for _ in specs]
-        return [
-            self.block_pool.num_shared_by(table, num_holders) if spec.shared_prefix else 0
-            for spec, table in zip(specs, tables, strict=True)
-        ]
+        specs = self.kv_cache_config.specs
+        shared = self.coordinator.num_shared_blocks(running_request_id) or [0] * len(specs)
+        return [count if spec.shared_prefix else 0 for spec, count in zip(specs, shared, strict=True)]
 
     def take_new_block_ids(self) -> list[int]:
         """Blocks allocated since the last call to groups whose kernels read whole blocks: zero them."""
@@ -474,7 +466,9 @@ class KVCacheManager:
             )
         return blocks._lists, blocks._generation, blocks.junction
 
-    def _read_for_events(self, request: RequestLike, tokens: range) -> StoredEvents | None:
+    def _read_for_events(self, request: RequestLike, start: int, stop: int) -> StoredEvents | None:
+        """What events will tell of a call that has tokens [start, stop) computed; None: nothing is committed."""
+        tokens = self.coordinator.tokens_to_commit(request, start, min(stop, request.num_tokens, self.max_model_len))
         if not tokens:
             return None
         config = self.kv_cache_config
@@ -484,14 +478,6 @@ class KVCacheManager:
         """What the call evicted left the index before what it stored entered."""
         self._events += self.block_pool.take_events()
         self._events += [events.event(group, run) for group, run in stored]
-
-
-def _check_options(max_model_len: int, max_num_batched_tokens: int, watermark: float) -> None:
-    for name, value in (("max_model_len", max_model_len), ("max_num_batched_tokens", max_num_batched_tokens)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
-    if not 0 <= watermark < 1:
-        raise ConfigError(f"watermark must be at least 0 and below 1, got {watermark!r}")
 
 
 def _warn_if_it_cannot_hit(config: CacheConfig, max_model_len: int) -> None:

@@ -71,9 +71,8 @@ def test_a_broken_manager_is_noticed(
 
 def test_two_requests_that_write_one_block_are_noticed(manager: KVCacheManager) -> None:
     pool, true = manager.block_pool, manager.coordinator
-    a, b = (true.tables(name)[0] for name in "ab")
-    pool.adopt(a, b, 1, 2)  # b's second block, which it still writes
-    tables = {"a": [a], "b": [b]}
+    tables = {"a": [BlockList([1, 2, 3, 5])], "b": [BlockList([4, 5])]}  # b's second block, which it still writes
     manager.coordinator = cast(Any, Wrong(true, tables=tables.__getitem__))
+    manager.block_pool = cast(Any, Wrong(pool, ref_count=lambda block: 2 if block == 5 else pool.ref_count(block)))
     with pytest.raises(InvariantError, match="content that is written to block 5"):
         check(manager)

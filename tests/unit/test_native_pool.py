@@ -16,19 +16,8 @@ from kvpager.errors import (
     BlockStateError,
     ConfigError,
     InvalidRequestError,
-    KVPagerError,
-    OutOfBlocksError,
     UnknownBlockError,
 )
-
-HASHES = [bytes([i]) * 32 for i in range(8)]
-NOTHING = [range(0)]
-
-
-def make_table(pool: BlockPool, num_blocks: int) -> BlockList:
-    table = BlockList()
-    pool.extend(table, num_blocks)
-    return table
 
 
 def state(pool: BlockPool) -> Any:
@@ -42,62 +31,22 @@ def state(pool: BlockPool) -> Any:
 @pytest.mark.parametrize(
     ("verb", "arguments"),
     [
-        ("extend", ("table", 1)),
-        ("extend", (None, 1)),
-        ("extend", ("T", "1")),
-        ("extend", ("T", 2**70)),
-        ("adopt", ("T", [1], 0, 1)),
-        ("release", ("T", 0, 1, (0, 1))),
-        ("commit", ("T", 0, 7, 1, 0, 1)),
-        ("commit", ("T", "0", HASHES, 1, 0, 1)),
-        ("free_tables", ([None], [1], NOTHING, NOTHING)),
-        ("free_tables", (["T"], 1, NOTHING, NOTHING)),
-        ("pop_tables", (7, [1])),
-        ("prefix", (0, HASHES, 1, 1)),
         ("touch", (5,)),
         ("allocate", (None,)),
     ],
 )
 def test_wrong_types(verb: str, arguments: tuple[Any, ...]) -> None:
     pool = BlockPool(8, 1)
-    table = make_table(pool, 2)
+    pool.reserve(2)
     before = state(pool)
     with pytest.raises(TypeError):
-        getattr(pool, verb)(*(table if argument == "T" else argument for argument in arguments))
+        getattr(pool, verb)(*arguments)
     assert state(pool) == before
-    assert table.ids() == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("verb", "arguments", "error"),
     [
-        ("extend", ("T", 7), OutOfBlocksError),
-        ("extend", ("T", -1), OutOfBlocksError),
-        ("move", ("T", 2), InvalidRequestError),
-        ("move", ("T", -1), InvalidRequestError),
-        ("adopt", ("T", "T", 0, 3), InvalidRequestError),
-        ("adopt", ("T", "T", -1, 1), InvalidRequestError),
-        ("release", ("T", 0, 3), InvalidRequestError),
-        ("release", ("T", -1, 1), InvalidRequestError),
-        ("commit", ("T", 0, HASHES, 1, 0, 3), InvalidRequestError),
-        ("commit", ("T", 0, HASHES, 1, -1, 1), InvalidRequestError),
-        ("commit", ("T", 0, HASHES, 0, 0, 1), InvalidRequestError),
-        ("commit", ("T", 1, HASHES, 1, 0, 1), InvalidRequestError),
-        ("commit", ("T", -1, HASHES, 1, 0, 1), InvalidRequestError),
-        ("commit", ("T", 0, [HASHES[0], b"short"], 1, 0, 2), InvalidRequestError),
-        ("commit", ("T", 0, [HASHES[0], None], 1, 0, 2), InvalidRequestError),
-        ("free_tables", (["T"], [0], NOTHING, NOTHING), InvalidRequestError),
-        ("free_tables", (["T"], [1, 1], NOTHING, NOTHING), InvalidRequestError),
-        ("free_tables", (["T"], [1], [], NOTHING), InvalidRequestError),
-        ("free_tables", (["T", "T"], [1, 1], NOTHING * 2, NOTHING * 2), BlockStateError),
-        ("pop_tables", (["T", "T"], [1, 1]), BlockStateError),
-        ("prefix", ([0], HASHES, 1, 9), InvalidRequestError),
-        ("prefix", ([5], HASHES, 1, 1), InvalidRequestError),
-        ("prefix", ([0], ["no hash"], 1, 1), InvalidRequestError),
-        ("run_start", ([0], HASHES, 1, 0, 9), InvalidRequestError),
-        ("run_start", ([0], HASHES, 1, -2, 1), InvalidRequestError),
-        ("lookup", (0, HASHES, 1, 0, 1), BlockStateError),
-        ("lookup", (0, HASHES, 1, -1, 1), InvalidRequestError),
         ("touch", ([3, 8],), UnknownBlockError),
         ("touch", ([3, -1],), UnknownBlockError),
         ("touch", ([3, 2**70],), UnknownBlockError),
@@ -109,18 +58,11 @@ def test_wrong_types(verb: str, arguments: tuple[Any, ...]) -> None:
 )
 def test_refused_and_nothing_changed(verb: str, arguments: tuple[Any, ...], error: type[Exception]) -> None:
     pool = BlockPool(8, 1)
-    table = make_table(pool, 2)
+    pool.reserve(2)
     before = state(pool)
-
-    def real(argument: Any) -> Any:
-        if isinstance(argument, list):
-            return [real(item) for item in argument]
-        return table if isinstance(argument, str) and argument == "T" else argument
-
     with pytest.raises(error):
-        getattr(pool, verb)(*map(real, arguments))
+        getattr(pool, verb)(*arguments)
     assert state(pool) == before
-    assert table.ids() == [1, 2]
 
 
 @pytest.mark.parametrize("number", [-1, 2**31, 2**70, "1", None, 1.0])
@@ -135,26 +77,6 @@ def test_list_of_what_are_no_ids(number: Any) -> None:
 def test_bad_pools(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         BlockPool(**{"num_blocks": 8, "num_groups": 1, **options})
-
-
-def test_lists_made_by_hand_do_no_harm() -> None:
-    pool = BlockPool(8, 1)
-    for made, error in (([1], BlockStateError), ([99], UnknownBlockError)):
-        with pytest.raises(error):
-            pool.free_tables([BlockList(made)], [1], NOTHING, NOTHING)
-        with pytest.raises(error):
-            pool.release(BlockList(made), 0, 1)
-        with pytest.raises(error):
-            pool.pop_tables([BlockList(made)], [1])
-    with pytest.raises(UnknownBlockError):
-        pool.count_evictable(BlockList([99]), 0, 1)
-    table = make_table(pool, 2)
-    twice = BlockList([1, 1])
-    with pytest.raises(BlockStateError):
-        pool.free_tables([twice], [1], NOTHING, NOTHING)
-    pool.adopt(BlockList(), table, 0, 1)
-    pool.free_tables([twice], [1], NOTHING, NOTHING)  # both references that requests had
-    assert sorted(pool.free_queue()) == [1, 3, 4, 5, 6, 7]
 
 
 def test_a_list_behaves_like_one() -> None:
@@ -183,18 +105,6 @@ def test_rows_are_filled_without_an_object_a_block() -> None:
 
 
 # -- the pool's end ---------------------------------------------------------------------------------
-
-
-def test_lists_outlive_their_pool() -> None:
-    pool = BlockPool(8, 1)
-    table = make_table(pool, 3)
-    del pool
-    gc.collect()
-    assert table.ids() == [1, 2, 3]
-    other = BlockPool(3, 1)
-    with pytest.raises(KVPagerError):
-        other.release(table, 0, 3)
-    assert other.free_queue() == [1, 2]
 
 
 class Watcher:
@@ -236,18 +146,16 @@ def test_a_pool_and_its_observer_that_know_each_other_can_go() -> None:
 def test_an_observer_may_call_the_pool() -> None:
     watcher: Any = Watcher()
     pool = BlockPool(16, 1, residency=watcher)
-    inner = BlockList()
+    inner: list[int] = []
 
     def allocate_once() -> None:
         watcher.then = lambda: None
-        pool.extend(inner, 2)
+        inner.extend(pool.allocate(2))
 
     watcher.then = allocate_once
-    table = make_table(pool, 4)
-    pool.commit(table, 0, HASHES, 1, 0, 4)
-    assert (table.ids(), inner.ids()) == ([1, 2, 3, 4], [5, 6])
+    assert (pool.allocate(4), inner) == ([1, 2, 3, 4], [5, 6])
     assert sorted(watcher.calls) == [("allocated", i) for i in range(1, 7)]
-    pool.free_tables([table, inner], [1, 1], NOTHING * 2, NOTHING * 2)
+    pool.free_blocks([1, 2, 3, 4, 5, 6])
     assert pool.num_free == 15
 
 
@@ -260,34 +168,22 @@ def test_an_observer_that_fails_undoes_nothing(capsys: pytest.CaptureFixture[str
         raise RuntimeError("observer")
 
     watcher.then = fail
-    assert make_table(pool, 3).ids() == [1, 2, 3]
-    assert pool.num_held == 3
+    assert pool.allocate(3) == [1, 2, 3]
+    assert pool.num_popped == 3
     assert len(watcher.calls) == 3
 
 
 def test_arguments_that_run_code_see_a_whole_pool() -> None:
     pool = BlockPool(16, 1)
-    table = make_table(pool, 4)
+    taken = pool.allocate(4)
 
     class Meddler(list[Any]):
         def __iter__(self) -> Any:
-            pool.free_tables([table], [1], NOTHING, NOTHING)
+            pool.free_blocks(taken)
             return iter([5, 6])
 
     pool.touch(Meddler())
     assert (pool.num_free, pool.num_popped) == (13, 2)
-
-    class Hashes:
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, index: int) -> bytes:
-            pool.clear_index()
-            return HASHES[: len(self)][index]
-
-    table = make_table(pool, 2)
-    assert pool.commit(table, 0, Hashes(), 1, 0, 2) == [range(0, 2)]  # type: ignore[arg-type]
-    assert len(pool.index()) == 2
 
 
 def test_threads_that_share_a_pool() -> None:
@@ -297,15 +193,13 @@ def test_threads_that_share_a_pool() -> None:
     until = time.monotonic() + 0.5
 
     def work(number: int) -> None:
-        hashes = [bytes([number, i]) * 16 for i in range(8)]
         try:
             while time.monotonic() < until:
-                table = make_table(pool, 8)
-                pool.commit(table, 0, hashes, 1, 0, 8)
-                pool.prefix([0], hashes, 1, 8)
-                pool.release(table, 0, 3)
-                pool.free_tables([table], [1], NOTHING, NOTHING)
-                pool.free_blocks(pool.allocate(3))
+                taken = pool.allocate(8)
+                pool.touch(taken[:3])
+                pool.free_blocks(taken[:3])
+                pool.free_blocks(taken)
+                pool.evict_blocks([number + 1])
                 pool.take_events()
         except Exception as error:
             failures.append(error)
@@ -324,7 +218,7 @@ def test_a_big_pool_starts_at_once() -> None:
     started = time.perf_counter()
     pool = BlockPool(1_000_000, 4)
     assert time.perf_counter() - started < 0.05
-    assert make_table(pool, 2).ids() == [1, 2]
+    assert pool.allocate(2) == [1, 2]
     pool.touch([999_999])  # out of the middle of what was never used
     pool.free_blocks([999_999])
     assert pool.num_free == 999_997

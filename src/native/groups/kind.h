@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "../errors.h"
 #include "../pool/blocks.h"
 
 namespace kvpager {
@@ -37,7 +38,17 @@ struct AttentionKind {
     bool operator==(const AttentionKind&) const = default;
 
     // Throws ErrorKind::config for numbers that describe no kind.
-    void check() const;
+    void check() const {
+        bool is_positive = block_size > 0 && span > 0 && lag >= 0 && num_speculative_states >= 0;
+        bool is_bounded = block_size <= max_count && span <= max_count && (lag <= max_count || lag == unbounded) &&
+                          num_speculative_states <= max_count;
+        if (!is_positive || !is_bounded || span % block_size != 0) {
+            fail(ErrorKind::config, "block size %lld, lag %lld, span %lld and %lld speculative states describe no attention "
+                 "kind: all at least 0 and at most 2^40, the span a multiple of the block size",
+                 Long{block_size}, Long{lag}, Long{span},
+                 Long{num_speculative_states});
+        }
+    }
 
     bool holds_states() const { return content >= Content::last_state; }
     bool keeps_step_states() const { return content == Content::step_states; }
@@ -95,7 +106,20 @@ struct AttentionKind {
     }
 
     // Blocks that a sequence holds at most on its way to `num_slots` tokens in steps of up to `max_step`, none shared.
-    int64_t most_held(int64_t num_slots, int64_t max_step, int64_t num_prompt_tokens, int64_t num_encoder_tokens) const;
+    int64_t most_held(int64_t num_slots, int64_t max_step, int64_t num_prompt_tokens,
+                          int64_t num_encoder_tokens) const {
+        if (keeps_step_states()) {
+            return std::min(most_states(), ceil_div(num_slots, block_size)) + num_speculative_states;
+        }
+        int64_t most = 0;
+        int64_t last = std::max<int64_t>(0, num_slots - max_step);
+        step_starts_to_check(0, last, num_prompt_tokens, [&](int64_t start) {
+            int64_t positions = num_positions(std::min(start + max_step, num_slots), num_encoder_tokens);
+            Range dead = releasable(start, num_prompt_tokens);
+            most = std::max(most, positions - Range{dead.start, std::min(dead.stop, positions)}.size());
+        });
+        return most;
+    }
 };
 
 }  // namespace kvpager

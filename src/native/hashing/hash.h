@@ -59,14 +59,6 @@ public:
         for (int64_t position = start; position < stop; ++position) (*this)[position];
     }
 
-    // Throws unless positions [start, stop) have hashes.
-    void require(int64_t start, int64_t stop) const {
-        if (start < 0 || stop > num_positions_) {
-            fail(ErrorKind::invalid_request, "positions %lld to %lld were asked for, hashes are there for 0 to %lld",
-                 static_cast<long long>(start), static_cast<long long>(stop), static_cast<long long>(num_positions_));
-        }
-    }
-
     // For one that is read soon.
     void prefetch_hash(int64_t position) const {
         if (position >= num_positions_) return;

@@ -1,6 +1,8 @@
 // (hash, group) to the blocks that carry it.
 #pragma once
 
+#include <random>
+
 #include "../hashing/hash.h"
 #include "../memory.h"
 #include "blocks.h"
@@ -13,7 +15,11 @@ namespace kvpager {
 // once a block and always compared in full. Further copies hang on a ring, oldest first.
 class HashIndex {
 public:
-    HashIndex(Block* blocks, size_t num_blocks);
+    HashIndex(Block* blocks, size_t num_blocks)
+        : blocks_(blocks), slots_(4 * num_blocks), digests_(num_blocks * digest_bytes), tags_(num_blocks), copies_(num_blocks) {
+        std::random_device random;
+        for (uint64_t& seed : seeds_) seed = uint64_t{random()} << 32 | random() | 1;
+    }
 
     // Where a hash belongs; half of a look-up, so that `prefetch` can go between. The mix has a
     // secret seed: who can choose prompts cannot choose where they land.
@@ -54,13 +60,46 @@ public:
     }
 
     // Enters a block that is not in the index. True: nobody carried the hash before.
-    bool insert(BlockId block, uint32_t tag, Digest digest, GroupId group);
+    bool insert(BlockId block, uint32_t tag, Digest digest, GroupId group) {
+        std::memcpy(&digests_[static_cast<size_t>(block) * digest_bytes], digest, digest_bytes);
+        blocks_[block].group = group;
+        tags_[block] = tag;
+        size_t slot = home(tag);
+        for (; slots_[slot].block != null_block; slot = after(slot)) {
+            if (slots_[slot].tag == tag && carries(slots_[slot].block, digest, group)) {
+                join_copies(slots_[slot].block, block);
+                return false;
+            }
+        }
+        slots_[slot] = {tag, block};
+        blocks_[block].flags |= in_index | oldest_copy;
+        return true;
+    }
 
     // Takes a block out. True: nobody carries the hash any more.
-    bool erase(BlockId block);
+    bool erase(BlockId block) {
+        Block& erased = blocks_[block];
+        bool alone = !erased.is(has_copies);
+        if (alone) {
+            erase_slot(slot_of(block));
+        } else {
+            BlockId next = leave_copies(block);
+            if (erased.is(oldest_copy)) {
+                slots_[slot_of(block)].block = next;
+                blocks_[next].flags |= oldest_copy;
+            }
+        }
+        erased.flags &= static_cast<uint16_t>(~(in_index | oldest_copy | has_copies));
+        return alone;
+    }
 
     // Takes every block out. O(pool)
-    void clear(BlockId num_used);
+    void clear(BlockId num_used) {
+        slots_.clear();
+        for (BlockId block = 0; block < num_used; ++block) {
+            blocks_[block].flags &= static_cast<uint16_t>(~(in_index | oldest_copy | has_copies));
+        }
+    }
 
     Digest digest(BlockId block) const { return &digests_[static_cast<size_t>(block) * digest_bytes]; }
 
@@ -103,10 +142,39 @@ private:
     // Slots are in order of their tags as far as they can, so that tags alone say what may move where.
     size_t home(uint32_t tag) const { return static_cast<size_t>(uint64_t{tag} * slots_.size() >> 32); }
     size_t after(size_t slot) const { return slot + 1 == slots_.size() ? 0 : slot + 1; }
-    size_t slot_of(BlockId block) const;
-    void erase_slot(size_t hole);
-    void join_copies(BlockId oldest, BlockId block);
-    BlockId leave_copies(BlockId block);
+    size_t slot_of(BlockId block) const {
+        size_t slot = home(tags_[block]);
+        while (slots_[slot].block != block) slot = after(slot);
+        return slot;
+    }
+    // Whatever was pushed on past the hole moves back, so that no probe ever meets a gap.
+    void erase_slot(size_t hole) {
+        for (size_t slot = after(hole); slots_[slot].block != null_block; slot = after(slot)) {
+            size_t wanted = home(slots_[slot].tag);
+            bool reaches = hole <= slot ? wanted <= hole || wanted > slot : wanted <= hole && wanted > slot;
+            if (reaches) {
+                slots_[hole] = slots_[slot];
+                hole = slot;
+            }
+        }
+        slots_[hole].block = null_block;
+    }
+    void join_copies(BlockId oldest, BlockId block) {
+        if (!blocks_[oldest].is(has_copies)) copies_[oldest] = {oldest, oldest};
+        BlockId youngest = copies_[oldest].prev;
+        copies_[block] = {oldest, youngest};
+        copies_[youngest].next = copies_[oldest].prev = block;
+        blocks_[oldest].flags |= has_copies;
+        blocks_[block].flags |= in_index | has_copies;
+    }
+    // Gives the next older-to-younger neighbour.
+    BlockId leave_copies(BlockId block) {
+        auto [next, prev] = copies_[block];
+        copies_[prev].next = next;
+        copies_[next].prev = prev;
+        if (next == prev) blocks_[next].flags &= static_cast<uint16_t>(~has_copies);
+        return next;
+    }
 
     Block* blocks_;
     ZeroedArray<Slot> slots_;

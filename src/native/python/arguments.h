@@ -36,7 +36,7 @@ inline bool small_int(const PyObject* object, uint32_t& value) {
 
 // An integer of [at_least, 2^40] (whatever Python takes for an index, but for booleans), or the error that names it.
 inline int64_t int_argument(nanobind::handle value, const char* name, int64_t at_least,
-                            PyObject* error = invalid_request_error) {
+                            ErrorKind error = ErrorKind::invalid_request) {
     if (uint32_t small; small_int(value.ptr(), small) && small >= at_least) return small;
     if (PyIndex_Check(value.ptr()) && !PyBool_Check(value.ptr())) {
         nanobind::object integer = nanobind::steal(PyNumber_Index(value.ptr()));
@@ -46,7 +46,7 @@ inline int64_t int_argument(nanobind::handle value, const char* name, int64_t at
         if (overflow == 0 && number >= at_least && number <= max_count) return number;
     }
     raise(error, "%s must be an integer of at least %lld and at most 2^40, got %R", name,
-          static_cast<long long>(at_least), value.ptr());
+          Long{at_least}, value.ptr());
 }
 
 // A tuple that nobody else can change; for a tuple it is the tuple itself.
@@ -65,32 +65,13 @@ Class& as(nanobind::handle value) {
     return *nanobind::inst_ptr<Class>(value);
 }
 
-// Block lists, one a group, and what keeps them alive.
-class BlockLists {
-public:
-    explicit BlockLists(nanobind::handle sequence) : held_(as_tuple(sequence)) {
-        for (nanobind::handle list : held_) ids_.push_back(&as<BlockList>(list).ids);
-    }
-    const std::vector<BlockIds*>& ids() const { return ids_; }
-
-private:
-    nanobind::tuple held_;
-    std::vector<BlockIds*> ids_;
-};
-
-inline Range as_range(nanobind::handle value) {
-    if (!PyRange_Check(value.ptr())) raise(PyExc_TypeError, "a range of positions was expected, got %R", value.ptr());
-    auto end = [&](const char* name) { return int_argument(value.attr(name), name, -max_count); };
-    return {end("start"), end("stop")};
-}
-
 inline nanobind::object as_python_range(const Range& range) {
     return nanobind::handle(reinterpret_cast<PyObject*>(&PyRange_Type))(range.start, range.stop);
 }
 
 template <typename Convert>
 auto as_vector(nanobind::handle iterable, Convert convert) {
-    std::vector<decltype(convert(nanobind::handle()))> values;
+    std::vector<std::decay_t<decltype(convert(nanobind::handle()))>> values;
     for (nanobind::handle item : nanobind::iter(iterable)) values.push_back(convert(item));
     return values;
 }
@@ -107,6 +88,10 @@ nanobind::list list_of(const Items& items, Convert convert) {
 template <typename Integers>
 nanobind::list as_list(const Integers& integers) {
     return list_of(integers, [](int64_t integer) { return nanobind::int_(integer); });
+}
+
+inline nanobind::list as_lists(const std::vector<BlockIds>& blocks) {
+    return list_of(blocks, [](const BlockIds& ids) { return nanobind::cast(BlockList{ids}); });
 }
 
 }  // namespace kvpager

@@ -24,7 +24,7 @@ public:
     const HashSource& source() const { return source_; }
     GroupHashes of_group(int64_t hashes_per_block) const {
         if (hashes_per_block < 1) {
-            raise(invalid_request_error, "stride must be at least 1, got %lld", static_cast<long long>(hashes_per_block));
+            raise(ErrorKind::invalid_request, "stride must be at least 1, got %lld", Long{hashes_per_block});
         }
         return GroupHashes(source_, hashes_per_block);
     }

@@ -26,7 +26,7 @@ std::vector<Suffix> suffixes_of(nb::handle source, size_t num_blocks, nb::object
     if (source.is_none()) return suffixes;
     held = as_tuple(source);
     if (size_t count = nb::len(held); count != num_blocks) {
-        raise(invalid_request_error, "extra_keys has %zu entries for %zu full blocks; give one for each (None: no keys)",
+        raise(ErrorKind::invalid_request, "extra_keys has %zu entries for %zu full blocks; give one for each (None: no keys)",
               count, num_blocks);
     }
     for (nb::handle item : held) {
@@ -43,21 +43,20 @@ BlockHashes::BlockHashes(size_t block_size, nb::bytes parent, bool cbor)
     : chain_(block_size, parent_of(parent), cbor ? HashFormat::cbor : HashFormat::canonical) {}
 
 void BlockHashes::extend(nb::handle token_ids, nb::handle suffixes) {
-    size_t done = chain_.all().size();
-    Tokens tokens(token_ids, done * chain_.block_size());
-    HashChain::Extension fresh = chain_.extension(tokens.size());
+    size_t first = chain_.first_token();
+    Tokens tokens(token_ids, first);
     nb::object held;
-    std::vector<Suffix> behind = suffixes_of(suffixes, fresh.hashes.size(), held);
-    size_t bad;
-    if (fresh.hashes.size() * chain_.block_size() < gil_threshold) {
-        bad = chain_.compute(tokens, behind, fresh);
+    std::vector<Suffix> behind = suffixes_of(suffixes, tokens.ids().size() / chain_.block_size(), held);
+    std::vector<Hash> fresh;
+    const Hash parent = chain_.last();
+    if (tokens.ids().size() < gil_threshold) {
+        fresh = chain_.compute(parent, tokens.ids(), behind);
     } else {
         nb::gil_scoped_release released;
-        bad = chain_.compute(tokens, behind, fresh);
+        fresh = chain_.compute(parent, tokens.ids(), behind);
     }
-    if (bad != Tokens::npos) tokens.refuse(bad);
-    if (chain_.all().size() != done) {
-        raise(invalid_request_error, "block hashes were extended by somebody else at the same time; extend them in one thread");
+    if (chain_.first_token() != first) {
+        raise(ErrorKind::invalid_request, "block hashes were extended by somebody else at the same time; extend them in one thread");
     }
     chain_.append(std::move(fresh));
 }

@@ -1,10 +1,10 @@
 #include "pool_bindings.h"
 
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/vector.h>
+#include <nanobind/stl/optional.h>
 
 #include "arguments.h"
-#include "hash_reader.h"
+#include "hashing_bindings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -18,7 +18,7 @@ EvictionOrder order_of(nb::handle eviction_order) {
         if (PyUnicode_CompareWithASCIIString(eviction_order.ptr(), "dead_first") == 0) return EvictionOrder::dead_first;
         if (PyUnicode_CompareWithASCIIString(eviction_order.ptr(), "recency") == 0) return EvictionOrder::recency;
     }
-    raise(config_error, "eviction_order must be one of ('dead_first', 'recency'), got %R", eviction_order.ptr());
+    raise(ErrorKind::config, "eviction_order must be one of ('dead_first', 'recency'), got %R", eviction_order.ptr());
 }
 
 // Of [0, stop), or a negative number.
@@ -30,24 +30,16 @@ int64_t id_below(nb::handle id, int64_t stop) {
 
 BlockId list_id(nb::handle id) {
     int64_t value = id_below(id, int64_t{INT32_MAX} + 1);
-    if (value < 0) raise(unknown_block_error, "%R cannot be a block id; ids are 0 to %d", id.ptr(), INT32_MAX);
+    if (value < 0) raise(ErrorKind::unknown_block, "%R cannot be a block id; ids are 0 to %d", id.ptr(), INT32_MAX);
     return static_cast<BlockId>(value);
 }
 
 BlockId checked_real(const BlockPool& pool, nb::handle id) {
     BlockId block = checked_id(pool, id);
     if (block == null_block) {
-        raise(block_state_error, "block 0 is the null block: it is never held, touched or freed; leave it out");
+        raise(ErrorKind::block_state, "block 0 is the null block: it is never held, touched or freed; leave it out");
     }
     return block;
-}
-
-GroupId checked_group(const BlockPool& pool, int64_t group) {
-    if (group < 0 || group >= pool.num_groups()) {
-        raise(invalid_request_error, "group %lld is not there; groups are 0 to %lld", static_cast<long long>(group),
-              static_cast<long long>(pool.num_groups() - 1));
-    }
-    return static_cast<GroupId>(group);
 }
 
 // -- block lists ----------------------------------------------------------------------------------
@@ -66,7 +58,7 @@ using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::device::cpu>;
 int64_t copy_into(const BlockList& list, Row row, int64_t offset) {
     int64_t size = std::ssize(list.ids), columns = static_cast<int64_t>(row.shape(0));
     if (offset < 0 || offset > columns || size > columns - offset) {
-        raise(invalid_request_error, "%zd blocks at column %zd do not fit a row of %zd", Py_ssize_t{size},
+        raise(ErrorKind::invalid_request, "%zd blocks at column %zd do not fit a row of %zd", Py_ssize_t{size},
               Py_ssize_t{offset}, Py_ssize_t{columns});
     }
     int32_t* out = row.data() + offset * row.stride(0);
@@ -122,38 +114,6 @@ auto asks(Question question) {
 
 std::vector<BlockId> real_ids(const BlockPool& pool, nb::handle ids) {
     return as_vector(ids, [&](nb::handle id) { return checked_real(pool, id); });
-}
-
-std::vector<GroupId> groups_of(const BlockPool& pool, nb::handle ids) {
-    return as_vector(ids, [&](nb::handle id) { return checked_group(pool, int_argument(id, "a group", 0)); });
-}
-
-std::vector<Range> ranges_of(nb::handle sequence, size_t num_tables, const char* name) {
-    std::vector<Range> ranges = as_vector(as_tuple(sequence), as_range);
-    if (ranges.size() != num_tables) {
-        raise(invalid_request_error, "%zu %s ranges were given for %zu tables; give one for each", ranges.size(), name,
-              num_tables);
-    }
-    return ranges;
-}
-
-void check_sizes(const std::vector<int64_t>& block_sizes, size_t num_tables) {
-    if (block_sizes.size() != num_tables) {
-        raise(invalid_request_error, "%zu block sizes were given for %zu tables", block_sizes.size(), num_tables);
-    }
-    for (int64_t size : block_sizes) {
-        if (size >= 1 && size <= INT32_MAX) continue;
-        raise(invalid_request_error, "block sizes must be 1 to %d, got %zd", INT32_MAX, Py_ssize_t{size});
-    }
-}
-
-void free_tables(PoolObject& self, nb::handle tables, const std::vector<int64_t>& block_sizes, nb::handle dead,
-                 nb::handle keep) {
-    BlockLists freed(tables);
-    size_t count = freed.ids().size();
-    check_sizes(block_sizes, count);
-    std::vector<Range> gone = ranges_of(dead, count, "dead"), kept = ranges_of(keep, count, "keep");
-    self.pool.free_tables(freed.ids(), block_sizes, gone, kept);
 }
 
 nb::dict index_of(const BlockPool& pool) {
@@ -236,95 +196,9 @@ void bind_questions(PoolClass& pool) {
     of_block("outside_count", [](const BlockPool& self, BlockId block) { return self.external_count(block); });
     of_block("is_computing", [](const BlockPool& self, BlockId block) { return self.is_computing(block); });
     of_block("block_hash", hash_of);
-}
-
-void bind_look_ups(PoolClass& pool) {
-    pool.def("prefix",
-             [](const PoolObject& self, nb::handle groups, nb::handle hashes, int64_t stride, int64_t stop) {
-                 std::vector<GroupId> ids = groups_of(self.pool, groups);
-                 HashReader reader(hashes);
-                 return list_of(self.pool.prefix(ids, reader.of_group(stride), stop),
-                                [](const BlockIds& found) { return nb::cast(BlockList{found}); });
-             },
-             "groups"_a, "hashes"_a, "stride"_a, "stop"_a)
-        .def("run_start",
-             [](const PoolObject& self, nb::handle groups, nb::handle hashes, int64_t stride, int64_t start, int64_t stop) {
-                 std::vector<GroupId> ids = groups_of(self.pool, groups);
-                 HashReader reader(hashes);
-                 return self.pool.run_start(ids, reader.of_group(stride), start, stop);
-             },
-             "groups"_a, "hashes"_a, "stride"_a, "start"_a, "stop"_a)
-        .def("lookup",
-             [](const PoolObject& self, int64_t group, nb::handle hashes, int64_t stride, int64_t start, int64_t stop) {
-                 HashReader reader(hashes);
-                 return BlockList{self.pool.lookup(checked_group(self.pool, group), reader.of_group(stride), start, stop)};
-             },
-             "group"_a, "hashes"_a, "stride"_a, "start"_a, "stop"_a)
-        .def("serves",
-             [](const PoolObject& self, const BlockList& blocks, int64_t group, nb::handle hashes, int64_t stride) {
-                 HashReader reader(hashes);
-                 return self.pool.serves(blocks.ids, checked_group(self.pool, group), reader.of_group(stride));
-             },
-             "blocks"_a, "group"_a, "hashes"_a, "stride"_a)
-        .def("count_evictable",
-             [](const PoolObject& self, const BlockList& blocks, int64_t start, int64_t stop) {
-                 return self.pool.count_evictable(blocks.ids, start, stop);
-             },
-             "blocks"_a, "start"_a, "stop"_a)
-        .def("count_exclusive",
-             [](const PoolObject& self, const BlockList& blocks, int64_t start, int64_t stop) {
-                 return self.pool.count_exclusive(blocks.ids, start, stop);
-             },
-             "blocks"_a, "start"_a, "stop"_a)
-        .def("num_shared_by",
-             [](const PoolObject& self, const BlockList& blocks, int64_t num_holders) {
-                 return self.pool.num_shared_by(blocks.ids, num_holders);
-             },
-             "blocks"_a, "num_holders"_a);
-}
-
-void bind_tables(PoolClass& pool) {
-    nb::object nothing = as_python_range({});
-    pool.def("adopt",
-             [](PoolObject& self, BlockList& table, const BlockList& hits, int64_t start, int64_t stop) {
-                 told(self, [&](BlockPool& verbs) { verbs.adopt(table.ids, hits.ids, start, stop); });
-             },
-             "table"_a, "hits"_a, "start"_a, "stop"_a)
-        .def("extend",
-             [](PoolObject& self, BlockList& table, int64_t num_blocks, bool note) {
-                 told(self, [&](BlockPool& verbs) { verbs.extend(table.ids, num_blocks, note); });
-             },
-             "table"_a, "num_blocks"_a, "note"_a = false)
-        .def("extend_null",
-             [](PoolObject& self, BlockList& table, int64_t num_positions) {
-                 self.pool.extend_null(table.ids, std::min<int64_t>(num_positions, INT32_MAX));
-             },
-             "table"_a, "num_positions"_a)
-        .def("move", [](PoolObject& self, BlockList& table, int64_t source) { self.pool.move(table.ids, source); },
-             "table"_a, "source"_a)
-        .def("release",
-             [](PoolObject& self, BlockList& table, int64_t start, int64_t stop, nb::handle keep) {
-                 self.pool.release(table.ids, start, stop, as_range(keep));
-             },
-             "table"_a, "start"_a, "stop"_a, "keep"_a = nothing)
-        .def("free_tables", &free_tables, "tables"_a, "block_sizes"_a, "dead"_a, "keep"_a)
-        .def("pop_tables",
-             [](PoolObject& self, nb::handle tables, const std::vector<int64_t>& block_sizes) {
-                 BlockLists popped(tables);
-                 check_sizes(block_sizes, popped.ids().size());
-                 return as_list(self.pool.pop_tables(popped.ids(), block_sizes));
-             },
-             "tables"_a, "block_sizes"_a)
-        .def("commit",
-             [](PoolObject& self, BlockList& table, int64_t group, nb::handle hashes, int64_t stride, int64_t start,
-                int64_t stop) {
-                 GroupId id = checked_group(self.pool, group);
-                 HashReader reader(hashes);
-                 std::vector<Range> runs;
-                 self.pool.commit(table.ids, id, reader.of_group(stride), start, stop, runs);
-                 return list_of(runs, as_python_range);
-             },
-             "table"_a, "group"_a, "hashes"_a, "stride"_a, "start"_a, "stop"_a);
+    of_block("block_group", [](const BlockPool& self, BlockId block) {
+        return self.is_cached(block) ? std::optional(self.group_of(block)) : std::nullopt;
+    });
 }
 
 void bind_blocks_by_id(PoolClass& pool) {
@@ -365,7 +239,7 @@ void bind_blocks_by_id(PoolClass& pool) {
 BlockId checked_id(const BlockPool& pool, nb::handle id) {
     int64_t value = id_below(id, pool.num_blocks());
     if (value < 0) {
-        raise(unknown_block_error, "block id %R is not in the pool; ids are 0 to %zd", id.ptr(),
+        raise(ErrorKind::unknown_block, "block id %R is not in the pool; ids are 0 to %zd", id.ptr(),
               Py_ssize_t{pool.num_blocks() - 1});
     }
     return static_cast<BlockId>(value);
@@ -400,8 +274,6 @@ void bind_pool(nb::module_& module) {
     pool.def(nb::init<int64_t, int64_t, nb::handle, bool, nb::object>(), "num_blocks"_a, "num_groups"_a, nb::kw_only(),
              "eviction_order"_a = "dead_first", "enable_events"_a = false, "residency"_a = nb::none());
     bind_questions(pool);
-    bind_look_ups(pool);
-    bind_tables(pool);
     bind_blocks_by_id(pool);
 }
 

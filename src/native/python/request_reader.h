@@ -16,11 +16,18 @@ struct ReadRequest {
     nanobind::object admission = nanobind::none();  // see RequestReader::admission
 };
 
+// Throws for a call that asks for nothing.
+inline void check_something_to_do(const Demand& demand) {
+    if (demand.num_new_tokens > 0 || demand.num_external_tokens > 0) return;
+    raise(ErrorKind::invalid_request,
+          "num_new_tokens is 0 and there are no external tokens: nothing to allocate; call it with at least one");
+}
+
 class RequestReader {
 public:
     nanobind::object id(PyObject* request) {
         nanobind::object id = request_id_.get(request);
-        if (!PyUnicode_Check(id.ptr())) raise(invalid_request_error, "request_id must be a string, got %R", id.ptr());
+        if (!PyUnicode_Check(id.ptr())) raise(ErrorKind::invalid_request, "request_id must be a string, got %R", id.ptr());
         // An exact string: to look it up runs no Python.
         return PyUnicode_CheckExact(id.ptr()) ? id : nanobind::steal(PyUnicode_FromObject(id.ptr()));
     }
@@ -90,7 +97,7 @@ private:
 
     bool is_waiting(PyObject* request) {
         nanobind::object status = name_.get(status_.get(request).ptr());
-        if (!PyUnicode_Check(status.ptr())) raise(invalid_request_error, "status.name must be a string, got %R", status.ptr());
+        if (!PyUnicode_Check(status.ptr())) raise(ErrorKind::invalid_request, "status.name must be a string, got %R", status.ptr());
         return PyUnicode_CompareWithASCIIString(status.ptr(), "WAITING") == 0 ||
                PyUnicode_CompareWithASCIIString(status.ptr(), "PREEMPTED") == 0;
     }

@@ -3,49 +3,29 @@
 
 #include <nanobind/nanobind.h>
 
+#include <span>
 #include <vector>
-
-#include "../hashing/chain.h"
 
 namespace kvpager {
 
-// One prompt's token ids. A buffer is read in place, a list is converted once.
-// Made and destroyed with the GIL; everything else needs none.
-class Tokens final : public TokenSource {
+// One sequence's token ids from `first` on. A buffer of 32-bit ids is read in place, anything else is converted once. Made and
+// destroyed with the GIL; to read needs none. Throws InvalidRequestError for what holds no token ids.
+class Tokens {
 public:
-    // Those before `first` are not looked at. Throws InvalidRequestError for what holds no token ids.
     explicit Tokens(nanobind::handle source, size_t first = 0);
-    ~Tokens();
+    ~Tokens() {
+        if (view_.obj != nullptr) PyBuffer_Release(&view_);
+    }
     Tokens(const Tokens&) = delete;
-    Tokens& operator=(const Tokens&) = delete;
 
-    size_t size() const override { return size_; }
-
-    size_t load(size_t first, size_t count, uint32_t* out) const override { return load_(*this, first, count, out); }
-    size_t find_bad(size_t first) const override;
-
-    // Throws the InvalidRequestError that names the token at `index`. Needs the GIL.
-    [[noreturn]] void refuse(size_t index) const;
+    std::span<const uint32_t> ids() const { return ids_; }
 
 private:
-    const char* at(size_t index) const { return data_ + static_cast<ptrdiff_t>(index - first_) * stride_; }
-
-    using Load = size_t (*)(const Tokens&, size_t, size_t, uint32_t*);
-    template <typename Item, bool swapped>
-    static size_t load_items(const Tokens& tokens, size_t first, size_t count, uint32_t* out);
-    template <typename Item>
-    static Load pick(bool swapped);
-
     void take_sequence(PyObject* sequence, size_t first);
-    void take_buffer();
-    static Load loader_for(const Py_buffer& view);
+    void take_buffer(PyObject* source, size_t first);
 
-    size_t size_ = 0;
-    size_t first_ = 0;  // the token that `data_` starts with
-    const char* data_ = nullptr;
-    ptrdiff_t stride_ = 0;
-    Load load_ = nullptr;
-    Py_buffer view_{};                // obj is null unless a buffer is held
+    std::span<const uint32_t> ids_;
+    Py_buffer view_{};  // obj is null unless a buffer is held
     std::vector<uint32_t> converted_;
 };
 

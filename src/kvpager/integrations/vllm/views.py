@@ -20,7 +20,7 @@ class ConnectorBlockPool:
         self._pool = manager.block_pool
         self.num_gpu_blocks = self._pool.num_blocks
         self.enable_caching = manager.enable_caching
-        self.blocks: Sequence[PoolBlock] = _AllBlocks(self._pool, manager.num_kv_cache_groups)
+        self.blocks: Sequence[PoolBlock] = _AllBlocks(self._pool)
         self.null_block = self.blocks[0]
 
     @property
@@ -57,8 +57,8 @@ def _ids(blocks: Iterable[Block | int]) -> list[int]:
 class _AllBlocks(Sequence["PoolBlock"]):
     """Block i of the pool, for i in order."""
 
-    def __init__(self, pool: BlockPool, num_groups: int) -> None:
-        self._pool, self._num_groups = pool, num_groups
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
 
     def __len__(self) -> int:
         return self._pool.num_blocks
@@ -66,25 +66,19 @@ class _AllBlocks(Sequence["PoolBlock"]):
     def __getitem__(self, index: Any) -> Any:
         ids = range(len(self))[index]
         if isinstance(ids, int):
-            return PoolBlock(self._pool, ids, self._num_groups)
-        return [PoolBlock(self._pool, block_id, self._num_groups) for block_id in ids]
+            return PoolBlock(self._pool, ids)
+        return [PoolBlock(self._pool, block_id) for block_id in ids]
 
 
 @dataclass(frozen=True)
 class PoolBlock(Block):
     """A block as vLLM's pool shows it: its hash has the group behind it, as four bytes, most significant first."""
 
-    _num_groups: int
-
     @property
     def block_hash(self) -> bytes | None:
-        """The key under which it can be hit, if it can. O(groups)."""
-        block_hash = self._pool.block_hash(self.block_id)
-        if block_hash is None:
-            return None
-        alone, groups = BlockList([self.block_id]), range(self._num_groups)
-        group = next(group for group in groups if self._pool.serves(alone, group, [block_hash], 1))
-        return block_hash + group.to_bytes(4, "big")
+        """The key under which it can be hit, if it can. O(1)."""
+        block_hash, group = self._pool.block_hash(self.block_id), self._pool.block_group(self.block_id)
+        return None if block_hash is None or group is None else block_hash + group.to_bytes(4, "big")
 
 
 class FreeBlockQueue:
