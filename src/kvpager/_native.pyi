@@ -321,7 +321,7 @@ class KVCacheCoordinator:
     def check_fit(
         self,
         request: RequestLike,
-        hit: Sequence[BlockList] | None,
+        hit: Sequence[BlockList],
         generation: int,
         junction: int,
         num_new_tokens: int,
@@ -333,6 +333,7 @@ class KVCacheCoordinator:
         full_sequence_must_fit: bool,
         reserved_blocks: int,
         has_scheduled_reqs: bool,
+        /,
     ) -> tuple[int, list[int], int, int]:
         """What `allocate` would do: its planning half.
 
@@ -373,12 +374,23 @@ class KVCacheCoordinator:
     def live_requests(self) -> list[RequestLike]:
         """The live requests, in order of admission. O(requests)."""
 
+    def is_no_op(
+        self,
+        request: RequestLike,
+        num_new_tokens: int,
+        num_lookahead_tokens: int,
+        reserved_blocks: int,
+        has_scheduled_reqs: bool,
+        /,
+    ) -> bool:
+        """Whether `allocate` would change nothing for a running request that asks for nothing else. O(1)."""
+
     # -- deeds ---------------------------------------------------------------------------------
 
     def allocate(
         self,
         request: RequestLike,
-        hit: Sequence[BlockList] | None,
+        hit: Sequence[BlockList],
         generation: int,
         junction: int,
         num_new_tokens: int,
@@ -390,15 +402,15 @@ class KVCacheCoordinator:
         full_sequence_must_fit: bool,
         reserved_blocks: int,
         has_scheduled_reqs: bool,
-    ) -> tuple[()] | tuple[list[BlockList] | None, list[tuple[int, range]], tuple[int, bool] | None] | None:
+        /,
+    ) -> tuple[list[BlockList] | None, Sequence[tuple[int, range]], tuple[int, bool] | None] | None:
         """The one way: release what is dead, plan, refuse or apply, commit, find the bounds.
 
-        ``hit`` was found when the pool's generation was ``generation``. None: refused; (): nothing had to
-        change; else each
-        group's positions appended for new and lookahead tokens (None: there are none), the (group, positions)
-        whose hashes
-        were new to the index, and of a new request (tokens, whether it was preempted) for statistics.
-        O(1) if nothing changes, else O(groups + blocks changed).
+        ``hit`` (empty: there is none) was found when the pool's generation was ``generation`` (-1: unknown).
+        None: refused.
+        Else each group's positions appended for new and lookahead tokens (None: there are none), the (group, positions)
+        whose hashes were new to the index, if the pool logs events, and of a new request (tokens, whether it was
+        preempted) for statistics. O(groups + blocks changed).
         """
 
     def allocate_all(
@@ -418,7 +430,7 @@ class KVCacheCoordinator:
         requests.
         """
 
-    def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> list[tuple[int, range]]:
+    def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> Sequence[tuple[int, range]]:
         """A load has arrived so far: commit it. Gives the (group, positions) that were new to the index."""
 
     def step_ends(self, request: RequestLike, num_tokens: int) -> None:

@@ -76,10 +76,10 @@ class KVCacheBlocks:
 
     __slots__ = ("_generation", "_lists", "_pool", "junction")
 
-    def __init__(self, pool: BlockPool, lists: Sequence[BlockList], junction: int = 0) -> None:
+    def __init__(self, pool: BlockPool, lists: Sequence[BlockList], junction: int = 0, generation: int = -1) -> None:
         self._pool = pool
         self._lists = tuple(lists)
-        self._generation = pool.generation
+        self._generation = generation  # the pool's when a hit was found; -1: unknown
         self.junction = junction
 
     @property

@@ -143,7 +143,7 @@ class KVCacheManager:
         lists, num_tokens, junction = self.coordinator.match(request)
         if not num_tokens and not junction:
             return self.empty_kv_cache_blocks, 0
-        return KVCacheBlocks(self.block_pool, lists, junction), num_tokens
+        return KVCacheBlocks(self.block_pool, lists, junction, self.block_pool.generation), num_tokens
 
     def probe(
         self,
@@ -163,13 +163,13 @@ class KVCacheManager:
         plan that ``allocate_slots`` applies.
         """
         coordinator = self.coordinator
-        lists, num_hits, junction = ([], 0, 0) if coordinator.is_live(request) else coordinator.match(request)
+        lists, num_hits, junction = ((), 0, 0) if coordinator.is_live(request) else coordinator.match(request)
         if num_new_tokens is None:
             computed = request.num_computed_tokens + num_hits + num_external_computed_tokens
             num_new_tokens = max(1, min(request.num_tokens - computed, self.max_num_batched_tokens))
         code, needs, num_needed, num_short = coordinator.check_fit(
             request,
-            lists or None,
+            lists,
             self.block_pool.generation,
             junction,
             num_new_tokens,
@@ -239,7 +239,17 @@ class KVCacheManager:
         (`probe` says so). Raises ``InvalidRequestError``. O(1) while the request is quiet, else O(groups +
         blocks changed).
         """
-        hit, generation, junction = (None, 0, 0) if new_computed_blocks is None else self._own(new_computed_blocks)
+        # Most steps of running requests change nothing.
+        if (
+            new_computed_blocks is None
+            and not (num_new_computed_tokens or num_external_computed_tokens or num_encoder_tokens)
+            and not (delay_cache_blocks or full_sequence_must_fit)
+            and self.coordinator.is_no_op(
+                request, num_new_tokens, num_lookahead_tokens, reserved_blocks, has_scheduled_reqs
+            )
+        ):
+            return self.empty_kv_cache_blocks
+        hit, generation, junction = ((), 0, 0) if new_computed_blocks is None else self._own(new_computed_blocks)
         stored_events = None
         if self._logs_events and not delay_cache_blocks:
             start = request.num_computed_tokens + num_new_computed_tokens
@@ -259,8 +269,8 @@ class KVCacheManager:
             reserved_blocks,
             has_scheduled_reqs,
         )
-        if not done:
-            return None if done is None else self.empty_kv_cache_blocks
+        if done is None:
+            return None
         appended, stored, admission = done
         if stored_events is not None:
             self._log_stored(stored_events, stored)

@@ -9,7 +9,14 @@
 namespace kvpager {
 
 enum class ErrorKind {
-    config, invalid_request, duplicate_request, unknown_request, unknown_block, block_state, out_of_blocks, invariant
+    config,
+    invalid_request,
+    duplicate_request,
+    unknown_request,
+    unknown_block,
+    block_state,
+    out_of_blocks,
+    invariant
 };
 
 class Error : public std::exception {

@@ -17,7 +17,7 @@ inline void prefetch(const void* address) { __builtin_prefetch(address); }
 // Runs stages over items [0, count), each stage in order: a stage handles an item `ahead` items after the stage before
 // it did. So the first stages ask for what the last one needs, and the loop reads as what it does.
 template <typename... Stages>
-void pipelined(int64_t count, int64_t ahead, Stages... stages) {
+[[gnu::flatten]] void pipelined(int64_t count, int64_t ahead, Stages... stages) {
     constexpr int64_t num_stages = sizeof...(Stages);
     ahead = std::min(ahead, count);
     for (int64_t step = 0; step < count + (num_stages - 1) * ahead; ++step) {

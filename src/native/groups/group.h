@@ -46,8 +46,8 @@ struct TokenRanges {
     int64_t num_slots;
     int64_t num_prompt_tokens;
     int64_t num_encoder_tokens = 0;
-    int64_t num_processed = 0;  // computed tokens whose step's result is known: what is dead as seen from there has been,
-                                // or will be, released before anything is taken
+    int64_t num_processed = 0;  // computed tokens whose step's result is known: what is dead as seen from there has
+                                // been, or will be, released before anything is taken
     bool loads() const { return num_computed > num_local; }
 };
 
@@ -62,19 +62,20 @@ struct Growth {
     int64_t num_positions() const { return before + nulls + moved + after; }
 };
 
-// One group: its kind and its place in the cache, as numbers. Its questions and deeds are about the table of one request,
-// which the caller owns; it decides nothing about admission and knows no request and no other group.
+// One group: its kind and its place in the cache, as numbers. Its questions and deeds are about the table of one
+// request, which the caller owns; it decides nothing about admission and knows no request and no other group.
 class SingleTypeKVCacheManager {
 public:
     struct Options {
         GroupId group_id;
         int64_t hashes_per_block;
-        int64_t alignment;               // of the whole cache: every hit is a multiple
-        int64_t commit_lookahead;        // tokens beyond an aligned length that are cached too
-        int64_t draft_lookahead;         // tokens beyond a hit that must be cached too
-        int64_t shareable_decoded;       // decoded tokens that can be hit; unbounded: all of them
-        std::optional<int64_t> interval;  // between hit lengths that are worth caching for (0: none); null: all blocks are
-        bool zeroes_new;                 // its kernels read whole blocks, so new ones have to be zeroed
+        int64_t alignment;          // of the whole cache: every hit is a multiple
+        int64_t commit_lookahead;   // tokens beyond an aligned length that are cached too
+        int64_t draft_lookahead;    // tokens beyond a hit that must be cached too
+        int64_t shareable_decoded;  // decoded tokens that can be hit; unbounded: all of them
+        std::optional<int64_t>
+            interval;     // between hit lengths that are worth caching for (0: none); null: all blocks are
+        bool zeroes_new;  // its kernels read whole blocks, so new ones have to be zeroed
     };
 
     SingleTypeKVCacheManager(const AttentionKind& its_kind, const Options& its_options)
@@ -87,7 +88,8 @@ public:
                        (is_count(options.shareable_decoded, 0) || options.shareable_decoded == unbounded);
         if (!is_fine) {
             fail(ErrorKind::config,
-                 "the numbers of group %d do not go together: all at least 0 and at most 2^40, and the alignment (%lld) a "
+                 "the numbers of group %d do not go together: all at least 0 and at most 2^40, and the alignment "
+                 "(%lld) a "
                  "multiple of the block size (%lld)",
                  options.group_id, Long{options.alignment}, Long{kind.block_size});
         }
@@ -118,10 +120,10 @@ public:
     }
 
     // -- the plan: what an allocation takes from the free blocks. `table` is null for a new request, which has `hits`
-    // How a table of `length` positions grows to serve `num_tokens` and so many speculative states; while `is_running`, its
-    // last blocks are the speculative states of the step before.
-    Growth growth(int64_t length, int64_t num_tokens, int64_t num_encoder_tokens, Range dead,
-                      int64_t num_speculative, bool is_running) const {
+    // How a table of `length` positions grows to serve `num_tokens` and so many speculative states; while `is_running`,
+    // its last blocks are the speculative states of the step before.
+    Growth growth(int64_t length, int64_t num_tokens, int64_t num_encoder_tokens, Range dead, int64_t num_speculative,
+                  bool is_running) const {
         int64_t goal =
             kind.num_positions(num_tokens, num_encoder_tokens) - kind.num_speculative_states + num_speculative;
         if (goal <= length) return {};
@@ -155,8 +157,8 @@ public:
     // Free blocks that the sequence takes at most on its way from num_start to num_slots in steps of up to `max_step`:
     // over the counts at which a step may start, blocks held in that step, less hits that others hold now, less what
     // the request holds itself.
-    int64_t need_of_sequence(const BlockPool& pool, const Table* table, const BlockIds& hits,
-                                 const TokenRanges& tokens, int64_t max_step) const {
+    int64_t need_of_sequence(const BlockPool& pool, const Table* table, const BlockIds& hits, const TokenRanges& tokens,
+                             int64_t max_step) const {
         if (kind.keeps_step_states()) return need_of_states(pool, table, hits, tokens);
         int64_t length = table == nullptr ? std::ssize(hits) : table->size(), most = 0;
         int64_t last = std::max(tokens.num_start, tokens.num_slots - max_step);
@@ -191,7 +193,8 @@ public:
     // Starts a request's table with a hit; what is dead where it goes on becomes null.
     void adopt(BlockPool& pool, Table& table, const BlockIds& hits, const TokenRanges& tokens) const {
         Range dead = kind.dead(tokens.num_start, tokens.num_prompt_tokens);
-        int64_t length = std::ssize(hits), null_start = std::min(dead.start, length), null_stop = std::min(dead.stop, length);
+        int64_t length = std::ssize(hits), null_start = std::min(dead.start, length),
+                null_stop = std::min(dead.stop, length);
         pool.adopt(table.ids, hits, 0, null_start);
         pool.extend_null(table.ids, null_stop - null_start);
         pool.adopt(table.ids, hits, null_stop, length);
@@ -208,7 +211,7 @@ public:
     }
     // Gives back what no later token reads.
     void release(BlockPool& pool, Table& table, int64_t num_processed, int64_t num_prompt_tokens,
-                     int64_t branch_point) const {
+                 int64_t branch_point) const {
         Range dead = kind.releasable(num_processed, num_prompt_tokens);
         int64_t start = std::max(dead.start, table.num_released), stop = std::min(dead.stop, table.size());
         if (start >= stop) return;
@@ -234,8 +237,8 @@ public:
         return table.num_committed < commit_stop(num_tokens, num_prompt_tokens);
     }
     // Offers blocks up to `num_tokens`; appends the runs of positions whose hash was new to the index.
-    void commit(BlockPool& pool, Table& table, const GroupHashes& hashes, int64_t num_tokens,
-                    int64_t num_prompt_tokens, int64_t branch_point, std::vector<Range>& runs) const {
+    void commit(BlockPool& pool, Table& table, const GroupHashes& hashes, int64_t num_tokens, int64_t num_prompt_tokens,
+                int64_t branch_point, std::vector<Range>& runs) const {
         int64_t start = table.num_committed, stop = commit_stop(num_tokens, num_prompt_tokens);
         if (start >= stop) return;
         std::sort(table.step_ends.begin(), table.step_ends.end());
@@ -244,7 +247,8 @@ public:
             // Only states that a step left; a step may have ended twice at one place.
             int64_t last = -1;
             for (int64_t position : table.step_ends) {
-                if (part.holds(position) && position != last) offer(pool, table, hashes, {position, position + 1}, runs);
+                if (part.holds(position) && position != last)
+                    offer(pool, table, hashes, {position, position + 1}, runs);
                 last = position;
             }
         });
@@ -268,7 +272,8 @@ public:
     // The highest token count up to which an allocation changes nothing.
     int64_t no_op_until(const Table& table, int64_t num_prompt_tokens, bool commits) const {
         int64_t slots = kind.num_slots(table.size()), until = slots;
-        if (int64_t next = next_commit(table.num_committed); commits && num_shareable(next, num_prompt_tokens) == next) {
+        if (int64_t next = next_commit(table.num_committed);
+            commits && num_shareable(next, num_prompt_tokens) == next) {
             until = std::min(until, next - 1);
         }
         if (commits && kind.keeps_step_states()) until = std::min(until, slots - 1);  // a step that ends there is noted
@@ -307,7 +312,7 @@ private:
     }
     // Of step states: those from before, the running one and the speculative ones.
     int64_t need_of_states(const BlockPool& pool, const Table* table, const BlockIds& hits,
-                               const TokenRanges& tokens) const {
+                           const TokenRanges& tokens) const {
         int64_t speculative = kind.num_speculative_states, most = kind.most_states();
         int64_t goal_blocks = ceil_div(goal(tokens), kind.block_size);
         if (table == nullptr) {
@@ -342,18 +347,19 @@ private:
     template <typename Visit>
     // Calls visit(part) for the parts of positions [start, stop) that a hit can use, in order.
     void worth_caching(int64_t start, int64_t stop, int64_t num_prompt_tokens, int64_t branch_point,
-                           Visit visit) const {
+                       Visit visit) const {
         if (!options.interval) return visit(Range{start, stop});
         int64_t interval = *options.interval, alignment = options.alignment;
-        // Hit lengths worth caching for, shortest first: the longest that the same prompt could have, a branch point, and
-        // every `interval` tokens as long as a hit of that length needs anything before `stop`.
+        // Hit lengths worth caching for, shortest first: the longest that the same prompt could have, a branch point,
+        // and every `interval` tokens as long as a hit of that length needs anything before `stop`.
         int64_t replay = interval == alignment ? 0 : (num_prompt_tokens - 1) / alignment * alignment;
         int64_t some[] = {std::min(replay, branch_point), std::max(replay, branch_point)};
         const int64_t* next = some;
         int64_t last = (stop + 1) * kind.block_size + kind.lag;
         int64_t regular = unbounded;
         if (interval > 0) {
-            regular = (std::max<int64_t>(0, start * kind.block_size - options.draft_lookahead) / interval + 1) * interval;
+            regular =
+                (std::max<int64_t>(0, start * kind.block_size - options.draft_lookahead) / interval + 1) * interval;
         }
         while (start < stop) {
             if (regular > last) regular = unbounded;
@@ -373,7 +379,7 @@ private:
         }
     }
     void offer(BlockPool& pool, Table& table, const GroupHashes& hashes, Range positions,
-                   std::vector<Range>& runs) const {
+               std::vector<Range>& runs) const {
         pool.commit(table.ids, id(), hashes, positions.start, positions.stop, runs);
         if (kind.holds_states()) pool.compute(table.ids, positions);
     }

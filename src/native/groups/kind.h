@@ -43,10 +43,10 @@ struct AttentionKind {
         bool is_bounded = block_size <= max_count && span <= max_count && (lag <= max_count || lag == unbounded) &&
                           num_speculative_states <= max_count;
         if (!is_positive || !is_bounded || span % block_size != 0) {
-            fail(ErrorKind::config, "block size %lld, lag %lld, span %lld and %lld speculative states describe no attention "
+            fail(ErrorKind::config,
+                 "block size %lld, lag %lld, span %lld and %lld speculative states describe no attention "
                  "kind: all at least 0 and at most 2^40, the span a multiple of the block size",
-                 Long{block_size}, Long{lag}, Long{span},
-                 Long{num_speculative_states});
+                 Long{block_size}, Long{lag}, Long{span}, Long{num_speculative_states});
         }
     }
 
@@ -89,9 +89,9 @@ struct AttentionKind {
     // since releasing trails, those that so many tokens can reach back to.
     int64_t most_states() const { return 2 + ceil_div(num_speculative_states, block_size); }
 
-    // Calls visit(n) for the computed counts in [first, last] among which a prefill holds the most blocks. It holds what
-    // is not releasable at n and its step; each step moves both ends by the same tokens, so the most is held either at
-    // `last` or just before the latest release at or before it. O(log span)
+    // Calls visit(n) for the computed counts in [first, last] among which a prefill holds the most blocks. It holds
+    // what is not releasable at n and its step; each step moves both ends by the same tokens, so the most is held
+    // either at `last` or just before the latest release at or before it. O(log span)
     template <typename Visit>
     void step_starts_to_check(int64_t first, int64_t last, int64_t num_prompt_tokens, Visit visit) const {
         visit(last);
@@ -107,7 +107,7 @@ struct AttentionKind {
 
     // Blocks that a sequence holds at most on its way to `num_slots` tokens in steps of up to `max_step`, none shared.
     int64_t most_held(int64_t num_slots, int64_t max_step, int64_t num_prompt_tokens,
-                          int64_t num_encoder_tokens) const {
+                      int64_t num_encoder_tokens) const {
         if (keeps_step_states()) {
             return std::min(most_states(), ceil_div(num_slots, block_size)) + num_speculative_states;
         }

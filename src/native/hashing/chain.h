@@ -79,7 +79,8 @@ class CborMessage {
 public:
     static constexpr uint8_t no_keys[1] = {0xf6};  // null
 
-    CborMessage(size_t block_size, size_t longest_suffix) : message_(padded(3 + digest_bytes + 5 + 5 * block_size + longest_suffix)) {
+    CborMessage(size_t block_size, size_t longest_suffix)
+        : message_(padded(3 + digest_bytes + 5 + 5 * block_size + longest_suffix)) {
         message_[0] = 0x83;  // an array of three
         message_[1] = 0x58;  // a byte string whose length is in the next byte
         message_[2] = digest_bytes;
@@ -112,7 +113,8 @@ private:
 
 enum class HashFormat : uint8_t { canonical, cbor };
 
-// The hashes of a growing sequence's full blocks, in one piece of memory. It does not know the tokens: they are given again.
+// The hashes of a growing sequence's full blocks, in one piece of memory. It does not know the tokens: they are given
+// again.
 class HashChain {
 public:
     static constexpr size_t max_block_size = 0xffffffff;  // the message has four bytes for it
@@ -131,9 +133,10 @@ public:
     // The first token of the first block that has no hash.
     size_t first_token() const { return hashes_.size() * block_size_; }
 
-    // The hashes of the full blocks of `tokens`, which follow `parent`; `suffixes`: one for each block, or none. It reads
-    // nothing that `append` changes, so both may run side by side.
-    std::vector<Hash> compute(const Hash& parent, std::span<const uint32_t> tokens, std::span<const Suffix> suffixes) const {
+    // The hashes of the full blocks of `tokens`, which follow `parent`; `suffixes`: one for each block, or none. It
+    // reads nothing that `append` changes, so both may run side by side.
+    std::vector<Hash> compute(const Hash& parent, std::span<const uint32_t> tokens,
+                              std::span<const Suffix> suffixes) const {
         return format_ == HashFormat::cbor ? compute<CborMessage>(parent, tokens, suffixes)
                                            : compute<CanonicalMessage>(parent, tokens, suffixes);
     }
@@ -148,7 +151,8 @@ public:
 
 private:
     template <typename Message>
-    std::vector<Hash> compute(const Hash& parent, std::span<const uint32_t> tokens, std::span<const Suffix> suffixes) const {
+    std::vector<Hash> compute(const Hash& parent, std::span<const uint32_t> tokens,
+                              std::span<const Suffix> suffixes) const {
         std::vector<Hash> hashes(tokens.size() / block_size_);
         if (hashes.empty()) return hashes;
         Suffix plain = Message::no_keys;

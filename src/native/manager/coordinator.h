@@ -33,12 +33,9 @@ struct Demand {
     bool full_sequence_must_fit = false;
     int64_t reserved_blocks = 0;
     bool has_scheduled_requests = true;
-
-    // Whether it asks for nothing but new tokens and lookahead.
-    bool is_plain() const {
-        return num_hit_tokens + num_external_tokens + num_encoder_tokens == 0 && !delays_commit && !full_sequence_must_fit;
-    }
 };
+
+inline const BlockIds no_blocks{};
 
 // A hit as it was found: each group's blocks (none: there is no hit).
 struct Hit {
@@ -46,14 +43,12 @@ struct Hit {
     int64_t index_version = 0;  // when it was found
     int64_t branch_point = 0;
 
-    const BlockIds& of(size_t group) const {
-        static const BlockIds none;
-        return blocks.empty() ? none : *blocks[group];
-    }
+    const BlockIds& of(size_t group) const { return blocks.empty() ? no_blocks : *blocks[group]; }
 };
 
 // The longest prefix that every group has. `branch_point`: the longest aligned length beyond it that the groups which
-// need the whole prefix still have (0: none): some other request shares it, and only window or state blocks are missing.
+// need the whole prefix still have (0: none): some other request shares it, and only window or state blocks are
+// missing.
 struct Match {
     int64_t num_tokens = 0;
     std::vector<BlockIds> blocks{};
@@ -91,8 +86,7 @@ public:
         bool can_hit;  // else nothing is looked up or committed: entries that nobody can hit only mislead
     };
 
-    KVCacheCoordinator(BlockPool& pool, std::vector<SingleTypeKVCacheManager> groups,
-                                           const Options& options)
+    KVCacheCoordinator(BlockPool& pool, std::vector<SingleTypeKVCacheManager> groups, const Options& options)
         : pool_(pool), groups_(std::move(groups)), options_(options) {
         for (size_t i = 0; i < groups_.size(); ++i) {
             const SingleTypeKVCacheManager& group = groups_[i];
@@ -223,10 +217,10 @@ public:
     }
 
     // -- deeds
-    // The one way: release what is dead, plan, refuse or apply, commit, find the bounds. A key that is not live is a new
-    // request. `appended` and `stored` tell what happened. O(groups + blocks changed)
+    // The one way: release what is dead, plan, refuse or apply, commit, find the bounds. A key that is not live is a
+    // new request. `appended` and `stored` tell what happened. O(groups + blocks changed)
     Outcome allocate(const void* key, const void* name, const RequestSnapshot& request, const Demand& demand,
-                         const Hit& hit) {
+                     const Hit& hit) {
         LiveRequest* live = live_.find(key);
         stored_.clear();
         check_progress(live, request);
@@ -266,7 +260,8 @@ public:
         check_hashes(&live, request, request.num_computed_tokens, num_tokens);
         if (live.commit_limit) {
             bool is_done = num_computed_tokens >= live.load_end;
-            live.commit_limit = is_done ? std::nullopt : std::optional(std::max(*live.commit_limit, num_computed_tokens));
+            live.commit_limit =
+                is_done ? std::nullopt : std::optional(std::max(*live.commit_limit, num_computed_tokens));
         }
         commit(live, request, num_tokens);
         find_bounds(live);
@@ -298,8 +293,8 @@ public:
         live_.remove(live.key);
         return blocks;
     }
-    // The blocks hold garbage: they and all that any holder computed from them leave the index. Gives each holder and its
-    // first token to compute again (0: what it would go on from is gone). O(held blocks)
+    // The blocks hold garbage: they and all that any holder computed from them leave the index. Gives each holder and
+    // its first token to compute again (0: what it would go on from is gone). O(held blocks)
     std::vector<std::pair<const LiveRequest*, int64_t>> invalidate(std::span<const BlockId> blocks) {
         std::vector<bool> is_bad(static_cast<size_t>(pool_.num_blocks()));
         for (BlockId block : blocks) is_bad[block] = true;
@@ -367,7 +362,8 @@ private:
             const auto& [group, ids] = lookups[turn % lookups.size()];
             int64_t accepted;
             if (group->kind.needs_whole_prefix) {
-                accepted = std::min(length, group->longest_hit(std::ssize(match.blocks[ids[0]]) * group->kind.block_size));
+                accepted =
+                    std::min(length, group->longest_hit(std::ssize(match.blocks[ids[0]]) * group->kind.block_size));
             } else {
                 if (shared == 0 && lookups[0].group->kind.needs_whole_prefix) shared = length;
                 accepted = longest_run(*group, ids, hashes, std::min(length, group->longest_hit(cap)));
@@ -404,8 +400,8 @@ private:
                               [](const Lookup& lookup) { return lookup.group->kind.needs_whole_prefix; });
         return lookups;
     }
-    // The longest aligned hit up to `length` for kinds that need only a tail of the prefix. The rightmost missing block rules
-    // out every length that needs it, so no block is looked up twice.
+    // The longest aligned hit up to `length` for kinds that need only a tail of the prefix. The rightmost missing block
+    // rules out every length that needs it, so no block is looked up twice.
     int64_t longest_run(const SingleTypeKVCacheManager& group, std::span<const GroupId> ids, const HashSource& hashes,
                         int64_t length) const {
         while (length > 0) {
@@ -438,16 +434,18 @@ private:
         int64_t least = live == nullptr ? 0 : live->min_computed_tokens, most = live == nullptr ? 0 : num_slots(*live);
         if (request.num_computed_tokens >= least && request.num_computed_tokens <= most) return;
         fail(ErrorKind::invalid_request,
-             "num_computed_tokens is %lld, but the request's blocks allow %lld to %lld; a request that was freed starts over "
+             "num_computed_tokens is %lld, but the request's blocks allow %lld to %lld; a request that was freed "
+             "starts over "
              "at 0",
              Long{request.num_computed_tokens}, Long{least}, Long{most});
     }
     // A hit must be whole, still cached, and taken by somebody who holds nothing yet.
     void check_hit(const LiveRequest* live, const RequestSnapshot& request, const Demand& demand,
-                       const Hit& hit) const {
+                   const Hit& hit) const {
         if (hit.blocks.empty()) {
             if (demand.num_hit_tokens == 0) return;
-            fail(ErrorKind::invalid_request, "%lld hit tokens came without blocks; pass both answers of get_computed_blocks",
+            fail(ErrorKind::invalid_request,
+                 "%lld hit tokens came without blocks; pass both answers of get_computed_blocks",
                  Long{demand.num_hit_tokens});
         }
         if (live != nullptr) {
@@ -467,9 +465,9 @@ private:
     }
     template <typename Need>
     std::vector<int64_t> for_each_group(const LiveRequest* live, const Hit& hit, Need need) const {
-        std::vector<int64_t> needs;
+        std::vector<int64_t> needs(groups_.size());
         for (size_t i = 0; i < groups_.size(); ++i) {
-            needs.push_back(need(groups_[i], live == nullptr ? nullptr : &live->tables[i], hit.of(i)));
+            needs[i] = need(groups_[i], live == nullptr ? nullptr : &live->tables[i], hit.of(i));
         }
         return needs;
     }
@@ -484,7 +482,8 @@ private:
         return live->commit_limit ? std::min(committed, computed) : committed;
     }
     // What a commit up to `num_tokens` may read must be hashes.
-    void check_hashes(const LiveRequest* live, const RequestSnapshot& request, int64_t num_computed, int64_t num_tokens) const {
+    void check_hashes(const LiveRequest* live, const RequestSnapshot& request, int64_t num_computed,
+                      int64_t num_tokens) const {
         for (size_t i = 0; options_.can_hit && i < groups_.size(); ++i) {
             GroupHashes hashes = hashes_of(groups_[i], request.hashes);
             int64_t stop = groups_[i].commit_stop(num_tokens, request.num_prompt_tokens);
@@ -492,7 +491,7 @@ private:
         }
     }
     FitReport judge(const LiveRequest* live, const RequestSnapshot& request, const Demand& demand, const Hit& hit,
-                        const TokenRanges& tokens, int64_t num_releasable) const {
+                    const TokenRanges& tokens, int64_t num_releasable) const {
         int64_t lookahead = demand.num_lookahead_tokens;
         if (live == nullptr && !fits_alone(request, lookahead, demand.num_encoder_tokens)) return {.fit = Fit::never};
         for (size_t i = 0; i < groups_.size(); ++i) {
@@ -508,7 +507,7 @@ private:
             TokenRanges whole = tokens;
             whole.num_main = std::min(std::max(request.num_tokens, tokens.num_main), options_.max_model_len);
             whole.num_slots = std::min(whole.num_main + lookahead, options_.max_model_len);
-            if (whole.num_slots != tokens.num_slots || has_step_states_) {
+            if (whole.num_main != tokens.num_main || whole.num_slots != tokens.num_slots || has_step_states_) {
                 std::vector<int64_t> needs = plan_sequence(live, hit, whole, lookahead);
                 if (sum(needs) > sum(report.needs)) report.needs = std::move(needs);
             }
@@ -541,18 +540,20 @@ private:
     // Takes what the plan said; leaves in `lengths_` where each table's new positions begin.
     void apply(LiveRequest& live, const TokenRanges& tokens) {
         lengths_.clear();
-        for (size_t i = 0; tokens.loads() && i < groups_.size(); ++i) groups_[i].extend_loaded(pool_, live.tables[i], tokens);
+        for (size_t i = 0; tokens.loads() && i < groups_.size(); ++i)
+            groups_[i].extend_loaded(pool_, live.tables[i], tokens);
         for (size_t i = 0; i < groups_.size(); ++i) {
             lengths_.push_back(live.tables[i].size());
             groups_[i].extend(pool_, live.tables[i], tokens);
         }
     }
     void commit_step(LiveRequest& live, const RequestSnapshot& request, const Demand& demand,
-                         const TokenRanges& tokens) {
+                     const TokenRanges& tokens) {
         std::optional<int64_t>& limit = live.commit_limit;
         if (!demand.delays_commit && limit && request.num_computed_tokens <= *limit) {
             // What a load did not bring is computed here after all, states included.
-            for (size_t i = 0; i < groups_.size(); ++i) groups_[i].uncommit(live.tables[i], request.num_computed_tokens);
+            for (size_t i = 0; i < groups_.size(); ++i)
+                groups_[i].uncommit(live.tables[i], request.num_computed_tokens);
             limit.reset();
         }
         if (commits(live)) {
@@ -618,7 +619,8 @@ private:
         int64_t first = unbounded;
         for (size_t i = 0; i < groups_.size(); ++i) {
             const BlockIds& ids = live.tables[i].ids;
-            auto bad = std::find_if(ids.begin(), ids.end(), [&](BlockId block) { return block != null_block && is_bad[block]; });
+            auto bad = std::find_if(ids.begin(), ids.end(),
+                                    [&](BlockId block) { return block != null_block && is_bad[block]; });
             if (bad != ids.end()) first = std::min(first, groups_[i].first_token(bad - ids.begin()));
         }
         return first;

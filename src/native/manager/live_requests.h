@@ -12,7 +12,7 @@ namespace kvpager {
 // One request while it holds blocks: owns its tables in all groups and what later calls must know. It does not know the
 // request itself, which is the host's; `key` and `name` are only compared and handed back.
 struct LiveRequest {
-    const void* key;  // beside the bounds: one cache line says whether a call changes anything
+    const void* key;                  // beside the bounds: one cache line says whether a call changes anything
     int64_t min_computed_tokens = 0;  // the fewest computed tokens from which it can go on
     int64_t no_op_until = -1;         // the highest token count up to which a call changes nothing
     std::vector<Table> tables;        // one a group

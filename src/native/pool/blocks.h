@@ -23,13 +23,13 @@ struct Range {
 };
 
 enum BlockFlag : uint16_t {
-    in_index = 1,             // it carries a hash and can be hit
-    oldest_copy = 2,          // the copy of its hash that the index finds
-    has_copies = 4,           // other blocks carry the same hash
-    was_hit = 8,              // useful, dead or not
-    needs_zeroing = 16,       // waits for take_new_block_ids
-    held_externally = 32,     // some references are external
-    computing = 64,           // holds a state that this very step computes
+    in_index = 1,          // it carries a hash and can be hit
+    oldest_copy = 2,       // the copy of its hash that the index finds
+    has_copies = 4,        // other blocks carry the same hash
+    was_hit = 8,           // useful, dead or not
+    needs_zeroing = 16,    // waits for take_new_block_ids
+    held_externally = 32,  // some references are external
+    computing = 64,        // holds a state that this very step computes
 };
 
 // Four to a cache line. A block with no references is in the free queue (but for the null block).

@@ -16,7 +16,11 @@ namespace kvpager {
 class HashIndex {
 public:
     HashIndex(Block* blocks, size_t num_blocks)
-        : blocks_(blocks), slots_(4 * num_blocks), digests_(num_blocks * digest_bytes), tags_(num_blocks), copies_(num_blocks) {
+        : blocks_(blocks),
+          slots_(4 * num_blocks),
+          digests_(num_blocks * digest_bytes),
+          tags_(num_blocks),
+          copies_(num_blocks) {
         std::random_device random;
         for (uint64_t& seed : seeds_) seed = uint64_t{random()} << 32 | random() | 1;
     }

@@ -31,8 +31,8 @@ struct BlockHistory {
 };
 
 // Owns the blocks and who comes next. Invariant: a block is null, reserved, referred to, or in the free queue once; it
-// carries a hash exactly if the index finds it. It does not know requests, tokens or attention kinds: a table is a list of
-// ids to it, and whoever calls says what is dead. Ids that come in are ids of this pool.
+// carries a hash exactly if the index finds it. It does not know requests, tokens or attention kinds: a table is a list
+// of ids to it, and whoever calls says what is dead. Ids that come in are ids of this pool.
 class BlockPool {
 public:
     BlockPool(int64_t num_blocks, int64_t num_groups, EvictionOrder order, bool logs_changes, bool is_observed)
@@ -97,14 +97,16 @@ public:
     bool serves(const BlockIds& blocks, GroupId group, const GroupHashes& hashes) const {
         for (int64_t position = 0; position < std::ssize(blocks); ++position) {
             if (blocks[position] == null_block) continue;
-            if (position >= hashes.num_positions() || !index_.carries(blocks[position], hashes[position], group)) return false;
+            if (position >= hashes.num_positions() || !index_.carries(blocks[position], hashes[position], group))
+                return false;
         }
         return true;
     }
 
     // Blocks of [start, stop) that are free: adopting them takes from the supply. O(stop - start)
     int64_t count_evictable(const BlockIds& blocks, int64_t start, int64_t stop) const {
-        return count_if(blocks, start, stop, [&](BlockId block) { return block != null_block && blocks_[block].refs == 0; });
+        return count_if(blocks, start, stop,
+                        [&](BlockId block) { return block != null_block && blocks_[block].refs == 0; });
     }
 
     // Blocks of [start, stop) that nobody else refers to: releasing them adds to the supply. O(stop - start)
@@ -166,10 +168,10 @@ public:
         requeue(out);
     }
 
-    // Gives back all blocks of one request's tables, which end up empty. Tail first; across groups by end position, so that
-    // what one prefix position needs dies together (by recency: group after group).
-    void free_tables(std::span<BlockIds* const> tables, std::span<const int64_t> block_sizes, std::span<const Range> dead,
-                     std::span<const Range> keep) {
+    // Gives back all blocks of one request's tables, which end up empty. Tail first; across groups by end position, so
+    // that what one prefix position needs dies together (by recency: group after group).
+    void free_tables(std::span<BlockIds* const> tables, std::span<const int64_t> block_sizes,
+                     std::span<const Range> dead, std::span<const Range> keep) {
         size_t most = 0;
         for (BlockIds* table : tables) most += table->size();
         Freed* out = room_for_freed(most);
@@ -181,8 +183,8 @@ public:
         for (BlockIds* table : tables) table->clear();
     }
 
-    // Hands a request's blocks out, in the reverse of the order in which free_tables gives them back (by recency: each group's
-    // heads first); their references are external ones now.
+    // Hands a request's blocks out, in the reverse of the order in which free_tables gives them back (by recency: each
+    // group's heads first); their references are external ones now.
     std::vector<BlockId> pop_tables(std::span<BlockIds* const> tables, std::span<const int64_t> block_sizes) {
         std::vector<BlockId> blocks;
         auto take_out = [&](size_t i, int64_t position) {
@@ -201,8 +203,8 @@ public:
         return blocks;
     }
 
-    // Enters the blocks of [start, stop) into the index; nulls and cached ones are passed over. Appends the runs of positions
-    // whose hash was new to the index.
+    // Enters the blocks of [start, stop) into the index; nulls and cached ones are passed over. Appends the runs of
+    // positions whose hash was new to the index.
     void commit(BlockIds& table, GroupId group, const GroupHashes& hashes, int64_t start, int64_t stop,
                 std::vector<Range>& runs) {
         stop = std::min(stop, hashes.num_positions());
@@ -327,7 +329,8 @@ private:
     // How far look-ups and commits run ahead of themselves, so that memory is fetched while others are compared.
     static constexpr int64_t window = 32;
 
-    // A block that loses a reference. `is_dead`: no later token of its request reads it, and no hit is known to need it.
+    // A block that loses a reference. `is_dead`: no later token of its request reads it, and no hit is known to need
+    // it.
     struct Freed {
         BlockId block;
         bool is_dead;
@@ -338,8 +341,7 @@ private:
     static BlockId checked_size(int64_t num_blocks) {
         constexpr int64_t most = std::numeric_limits<BlockId>::max() - int64_t{FreeQueue::num_sentinels};
         if (num_blocks >= 1 && num_blocks <= most) return static_cast<BlockId>(num_blocks);
-        fail(ErrorKind::config, "num_blocks must be 1 to %lld, got %lld", Long{most},
-             Long{num_blocks});
+        fail(ErrorKind::config, "num_blocks must be 1 to %lld, got %lld", Long{most}, Long{num_blocks});
     }
 
     bool is_dead_first() const { return order_ == EvictionOrder::dead_first; }
@@ -351,9 +353,9 @@ private:
         return start >= stop ? 0 : std::count_if(blocks.begin() + start, blocks.begin() + stop, is);
     }
 
-    // Looks positions first, first + step, … up in all groups, `count` of them, and calls visit(position, group's place, oldest
-    // copy) until one is missing somewhere. Gives how many are there. Most prompts that miss do so at once: little is fetched
-    // ahead for those.
+    // Looks positions first, first + step, … up in all groups, `count` of them, and calls visit(position, group's
+    // place, oldest copy) until one is missing somewhere. Gives how many are there. Most prompts that miss do so at
+    // once: little is fetched ahead for those.
     template <typename Visit>
     int64_t walk(std::span<const GroupId> groups, const GroupHashes& hashes, int64_t first, int64_t step, int64_t count,
                  Visit visit) const {
@@ -384,8 +386,7 @@ private:
 
     void check_supply(int64_t num_blocks) const {
         if (num_blocks >= 0 && num_blocks <= num_free_) return;
-        fail(ErrorKind::out_of_blocks, "%lld blocks were asked for, %lld are free", Long{num_blocks},
-             Long{num_free_});
+        fail(ErrorKind::out_of_blocks, "%lld blocks were asked for, %lld are free", Long{num_blocks}, Long{num_free_});
     }
 
     void check_external(std::span<const BlockId> blocks) const {
@@ -395,7 +396,8 @@ private:
             next = std::upper_bound(at, sorted.end(), *at);
             if (external_[*at] >= next - at) continue;
             fail(ErrorKind::block_state,
-                 "block %d is freed %dx, but only %d of its %d references were handed out; free what pop_blocks_for_free, "
+                 "block %d is freed %dx, but only %d of its %d references were handed out; free what "
+                 "pop_blocks_for_free, "
                  "allocate or touch gave you, once (a request's own blocks go back with manager.free)",
                  *at, static_cast<int>(next - at), external_[*at], blocks_[*at].refs);
         }
@@ -417,8 +419,8 @@ private:
         return taken;
     }
 
-    // Takes blocks from the front of the queue; there are enough. What a block's eviction touches is fetched while those
-    // before it are evicted.
+    // Takes blocks from the front of the queue; there are enough. What a block's eviction touches is fetched while
+    // those before it are evicted.
     void take(std::span<BlockId> out) {
         queue_.pop(out);
         auto fetch_tag = [&](int64_t i) { index_.prefetch_tag(out[i]); };
@@ -546,7 +548,8 @@ private:
     EvictionOrder order_;
     bool logs_changes_, is_observed_;
     ZeroedArray<Block> blocks_;
-    ZeroedArray<int32_t> external_;  // references to a block that no request holds: popped, allocated or touched by hand
+    ZeroedArray<int32_t>
+        external_;  // references to a block that no request holds: popped, allocated or touched by hand
     FreeQueue queue_;
     HashIndex index_;
     int64_t num_free_;

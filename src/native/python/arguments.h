@@ -45,8 +45,7 @@ inline int64_t int_argument(nanobind::handle value, const char* name, int64_t at
         long long number = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
         if (overflow == 0 && number >= at_least && number <= max_count) return number;
     }
-    raise(error, "%s must be an integer of at least %lld and at most 2^40, got %R", name,
-          Long{at_least}, value.ptr());
+    raise(error, "%s must be an integer of at least %lld and at most 2^40, got %R", name, Long{at_least}, value.ptr());
 }
 
 // A tuple that nobody else can change; for a tuple it is the tuple itself.
@@ -59,7 +58,8 @@ inline nanobind::tuple as_tuple(nanobind::handle sequence) {
 template <typename Class>
 Class& as(nanobind::handle value) {
     if (!nanobind::isinstance<Class>(value)) {
-        PyErr_Format(PyExc_TypeError, "a %U was expected, got %R", nanobind::type<Class>().attr("__name__").ptr(), value.ptr());
+        PyErr_Format(PyExc_TypeError, "a %U was expected, got %R", nanobind::type<Class>().attr("__name__").ptr(),
+                     value.ptr());
         throw nanobind::python_error();
     }
     return *nanobind::inst_ptr<Class>(value);
@@ -81,7 +81,8 @@ nanobind::list list_of(const Items& items, Convert convert) {
     nanobind::object list = nanobind::steal(PyList_New(std::ssize(items)));
     if (!list.is_valid()) throw nanobind::python_error();
     Py_ssize_t position = 0;
-    for (const auto& item : items) PyList_SET_ITEM(list.ptr(), position++, nanobind::object(convert(item)).release().ptr());
+    for (const auto& item : items)
+        PyList_SET_ITEM(list.ptr(), position++, nanobind::object(convert(item)).release().ptr());
     return nanobind::borrow<nanobind::list>(list);
 }
 

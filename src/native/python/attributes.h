@@ -38,7 +38,8 @@ public:
     nanobind::object get(PyObject* object) {
         nanobind::object value = find(object);
         if (!value.is_valid()) {
-            PyErr_Format(PyExc_AttributeError, "'%.100s' object has no attribute %R", Py_TYPE(object)->tp_name, name_.ptr());
+            PyErr_Format(PyExc_AttributeError, "'%.100s' object has no attribute %R", Py_TYPE(object)->tp_name,
+                         name_.ptr());
             throw nanobind::python_error();
         }
         return value;

@@ -17,7 +17,8 @@ Content content_of(nb::handle name) {
         if (PyUnicode_CompareWithASCIIString(name.ptr(), names[i]) == 0) return static_cast<Content>(i);
     }
     raise(ErrorKind::config,
-          "content must be 'tokens', 'encoder_tokens', 'last_state', 'every_state' or 'step_states', got %R", name.ptr());
+          "content must be 'tokens', 'encoder_tokens', 'last_state', 'every_state' or 'step_states', got %R",
+          name.ptr());
 }
 
 // Numbers of a configuration, and of a call.
@@ -34,91 +35,108 @@ bool is_true(nb::handle value) {
 void bind_kind(nb::module_& module) {
     using Kind = AttentionKind;
     nb::class_<Kind>(module, "AttentionKind", nb::is_final())
-        .def("__init__",
-             [](Kind* kind, nb::handle content, nb::handle block_size, nb::handle lag, nb::handle span,
-                nb::handle speculative, bool keeps_prompt, bool needs_whole_prefix) {
-                 Kind made{content_of(content), number(block_size, "block_size"), bound(lag, "lag"), number(span, "span"),
-                           number(speculative, "num_speculative_states"), keeps_prompt, needs_whole_prefix};
-                 made.check();
-                 new (kind) Kind(made);
-             },
-             nb::kw_only(), "content"_a, "block_size"_a, "lag"_a.none(), "span"_a, "num_speculative_states"_a,
-             "keeps_prompt"_a, "needs_whole_prefix"_a)
-        .def("dead",
-             [](const Kind& self, nb::handle computed, nb::handle prompt) {
-                 return as_python_range(self.dead(int_argument(computed, "num_computed_tokens", -max_count),
-                                                  count(prompt, "num_prompt_tokens")));
-             },
-             "num_computed_tokens"_a, "num_prompt_tokens"_a)
-        .def("needed_for_hit",
-             [](const Kind& self, nb::handle tokens) {
-                 return as_python_range(self.needed_for_hit(count(tokens, "num_tokens")));
-             },
-             "num_tokens"_a)
-        .def("num_positions",
-             [](const Kind& self, nb::handle slots, nb::handle encoder) {
-                 return self.num_positions(count(slots, "num_slots"), count(encoder, "num_encoder_tokens"));
-             },
-             "num_slots"_a, "num_encoder_tokens"_a)
-        .def("num_slots",
-             [](const Kind& self, nb::handle positions) { return self.num_slots(count(positions, "num_positions")); },
-             "num_positions"_a)
-        .def("step_starts_to_check",
-             [](const Kind& self, nb::handle first, nb::handle last, nb::handle prompt) {
-                 std::vector<int64_t> starts;
-                 self.step_starts_to_check(count(first, "first"), count(last, "last"), count(prompt, "num_prompt_tokens"),
-                                           [&](int64_t start) { starts.push_back(start); });
-                 return as_list(starts);
-             },
-             "first"_a, "last"_a, "num_prompt_tokens"_a)
-        .def("most_held",
-             [](const Kind& self, nb::handle slots, nb::handle step, nb::handle prompt, nb::handle encoder) {
-                 return self.most_held(count(slots, "num_slots"), int_argument(step, "max_step", 1),
-                                       count(prompt, "num_prompt_tokens"), count(encoder, "num_encoder_tokens"));
-             },
-             "num_slots"_a, "max_step"_a, "num_prompt_tokens"_a, "num_encoder_tokens"_a);
+        .def(
+            "__init__",
+            [](Kind* kind, nb::handle content, nb::handle block_size, nb::handle lag, nb::handle span,
+               nb::handle speculative, bool keeps_prompt, bool needs_whole_prefix) {
+                Kind made{content_of(content),
+                          number(block_size, "block_size"),
+                          bound(lag, "lag"),
+                          number(span, "span"),
+                          number(speculative, "num_speculative_states"),
+                          keeps_prompt,
+                          needs_whole_prefix};
+                made.check();
+                new (kind) Kind(made);
+            },
+            nb::kw_only(), "content"_a, "block_size"_a, "lag"_a.none(), "span"_a, "num_speculative_states"_a,
+            "keeps_prompt"_a, "needs_whole_prefix"_a)
+        .def(
+            "dead",
+            [](const Kind& self, nb::handle computed, nb::handle prompt) {
+                return as_python_range(self.dead(int_argument(computed, "num_computed_tokens", -max_count),
+                                                 count(prompt, "num_prompt_tokens")));
+            },
+            "num_computed_tokens"_a, "num_prompt_tokens"_a)
+        .def(
+            "needed_for_hit",
+            [](const Kind& self, nb::handle tokens) {
+                return as_python_range(self.needed_for_hit(count(tokens, "num_tokens")));
+            },
+            "num_tokens"_a)
+        .def(
+            "num_positions",
+            [](const Kind& self, nb::handle slots, nb::handle encoder) {
+                return self.num_positions(count(slots, "num_slots"), count(encoder, "num_encoder_tokens"));
+            },
+            "num_slots"_a, "num_encoder_tokens"_a)
+        .def(
+            "num_slots",
+            [](const Kind& self, nb::handle positions) { return self.num_slots(count(positions, "num_positions")); },
+            "num_positions"_a)
+        .def(
+            "step_starts_to_check",
+            [](const Kind& self, nb::handle first, nb::handle last, nb::handle prompt) {
+                std::vector<int64_t> starts;
+                self.step_starts_to_check(count(first, "first"), count(last, "last"),
+                                          count(prompt, "num_prompt_tokens"),
+                                          [&](int64_t start) { starts.push_back(start); });
+                return as_list(starts);
+            },
+            "first"_a, "last"_a, "num_prompt_tokens"_a)
+        .def(
+            "most_held",
+            [](const Kind& self, nb::handle slots, nb::handle step, nb::handle prompt, nb::handle encoder) {
+                return self.most_held(count(slots, "num_slots"), int_argument(step, "max_step", 1),
+                                      count(prompt, "num_prompt_tokens"), count(encoder, "num_encoder_tokens"));
+            },
+            "num_slots"_a, "max_step"_a, "num_prompt_tokens"_a, "num_encoder_tokens"_a);
 }
 
 void bind_group(nb::module_& module) {
     using Group = SingleTypeKVCacheManager;
     nb::class_<Group>(module, "SingleTypeKVCacheManager", nb::is_final())
-        .def("__init__",
-             [](Group* group, const AttentionKind& kind, uint16_t id, nb::handle hashes_per_block, nb::handle alignment,
-                nb::handle commit_lookahead, nb::handle draft_lookahead, nb::handle shareable, nb::handle interval,
-                bool zeroes_new) {
-                 std::optional<int64_t> between;
-                 if (!interval.is_none()) between = number(interval, "interval");
-                 new (group) Group(kind, {.group_id = id,
-                                          .hashes_per_block = number(hashes_per_block, "hashes_per_block"),
-                                          .alignment = number(alignment, "alignment"),
-                                          .commit_lookahead = number(commit_lookahead, "commit_lookahead"),
-                                          .draft_lookahead = number(draft_lookahead, "draft_lookahead"),
-                                          .shareable_decoded = bound(shareable, "shareable_decoded"),
-                                          .interval = between,
-                                          .zeroes_new = zeroes_new});
-             },
-             "kind"_a, nb::kw_only(), "group_id"_a, "hashes_per_block"_a, "alignment"_a, "commit_lookahead"_a,
-             "draft_lookahead"_a, "shareable_decoded"_a.none(), "interval"_a.none(), "zeroes_new"_a)
+        .def(
+            "__init__",
+            [](Group* group, const AttentionKind& kind, uint16_t id, nb::handle hashes_per_block, nb::handle alignment,
+               nb::handle commit_lookahead, nb::handle draft_lookahead, nb::handle shareable, nb::handle interval,
+               bool zeroes_new) {
+                std::optional<int64_t> between;
+                if (!interval.is_none()) between = number(interval, "interval");
+                new (group) Group(kind, {.group_id = id,
+                                         .hashes_per_block = number(hashes_per_block, "hashes_per_block"),
+                                         .alignment = number(alignment, "alignment"),
+                                         .commit_lookahead = number(commit_lookahead, "commit_lookahead"),
+                                         .draft_lookahead = number(draft_lookahead, "draft_lookahead"),
+                                         .shareable_decoded = bound(shareable, "shareable_decoded"),
+                                         .interval = between,
+                                         .zeroes_new = zeroes_new});
+            },
+            "kind"_a, nb::kw_only(), "group_id"_a, "hashes_per_block"_a, "alignment"_a, "commit_lookahead"_a,
+            "draft_lookahead"_a, "shareable_decoded"_a.none(), "interval"_a.none(), "zeroes_new"_a)
         .def_prop_ro("group_id", &Group::id)
         .def_prop_ro("block_size", [](const Group& self) { return self.kind.block_size; })
         .def_prop_ro("draft_lookahead", [](const Group& self) { return self.options.draft_lookahead; });
 }
 
-// Block lists, one a group, as the core takes a hit; `held` keeps them. None: there is no hit.
+// Block lists, one a group, as the core takes a hit; `held` keeps them. (): there is no hit.
 Hit hit_of(nb::handle lists, nb::handle index_version, nb::handle branch_point, size_t num_groups, nb::object& held) {
-    if (lists.is_none()) return {};
     held = as_tuple(lists);
+    if (nb::len(held) == 0) return {};
     Hit hit{.blocks = as_vector(held, [](nb::handle list) -> const BlockIds* { return &as<BlockList>(list).ids; }),
-            .index_version = count(index_version, "generation"),
+            .index_version = int_argument(index_version, "generation", -1),
             .branch_point = count(branch_point, "junction")};
     if (hit.blocks.size() != num_groups) {
-        raise(ErrorKind::invalid_request, "a hit of %zu groups was given for %zu groups", hit.blocks.size(), num_groups);
+        raise(ErrorKind::invalid_request, "a hit of %zu groups was given for %zu groups", hit.blocks.size(),
+              num_groups);
     }
-    if (std::all_of(hit.blocks.begin(), hit.blocks.end(), [](const BlockIds* ids) { return ids->empty(); })) hit.blocks.clear();
+    if (std::all_of(hit.blocks.begin(), hit.blocks.end(), [](const BlockIds* ids) { return ids->empty(); }))
+        hit.blocks.clear();
     return hit;
 }
 
-// A call of allocate_slots or probe: reads its arguments, then `serve`s it.
+// A call of allocate_slots or probe: reads its arguments, which have no names (that halves what a call costs), then
+// `serve`s it.
 template <typename Serve>
 auto with_demand(Serve serve) {
     return [serve](CoordinatorObject& self, nb::handle request, nb::handle lists, nb::handle version, nb::handle branch,
@@ -139,12 +157,14 @@ auto with_demand(Serve serve) {
     };
 }
 
-template <typename Verb>
-void def_with_demand(nb::class_<CoordinatorObject>& cls, const char* name, Verb verb) {
-    cls.def(name, with_demand(verb), "request"_a, "hit"_a.none(), "generation"_a, "junction"_a, "num_new_tokens"_a.none(),
-            "num_hit_tokens"_a.none(), "num_lookahead_tokens"_a.none(), "num_external_tokens"_a.none(),
-            "delay_cache_blocks"_a.none(), "num_encoder_tokens"_a.none(), "full_sequence_must_fit"_a.none(),
-            "reserved_blocks"_a.none(), "has_scheduled_reqs"_a.none());
+bool is_no_op(CoordinatorObject& self, nb::handle request, nb::handle num_new, nb::handle lookahead,
+              nb::handle reserved, nb::handle scheduled) {
+    Demand demand{.num_new_tokens = count(num_new, "num_new_tokens"),
+                  .num_lookahead_tokens = count(lookahead, "num_lookahead_tokens"),
+                  .reserved_blocks = count(reserved, "reserved_blocks"),
+                  .has_scheduled_requests = is_true(scheduled)};
+    check_something_to_do(demand);
+    return self.is_no_op(request.ptr(), demand);
 }
 
 int64_t allocate_all(CoordinatorObject& self, nb::handle requests, nb::handle counts, nb::handle lookahead,
@@ -173,7 +193,7 @@ nb::list plan(const CoordinatorObject& self, nb::handle request_id, nb::handle l
                        .num_prompt_tokens = slots,
                        .num_encoder_tokens = count(num_encoder, "num_encoder_tokens")};
     nb::object held;
-    Hit hit = hit_of(lists, nb::int_(0), nb::int_(0), self.core().groups().size(), held);
+    Hit hit = hit_of(lists, nb::int_(-1), nb::int_(0), self.core().groups().size(), held);
     const LiveRequest* live = self.find(request_id);
     return as_list(on_the_way ? self.core().plan_sequence(live, hit, tokens, 0) : self.core().plan(live, hit, tokens));
 }
@@ -191,14 +211,15 @@ void bind_decode_slots(nb::module_& module) {
     nb::class_<DecodeSlots>(module, "DecodeSlots", nb::is_final())
         .def(nb::init<>())
         .def_rw("refused", &DecodeSlots::refused, nb::arg().none())
-        .def("add",
-             [](DecodeSlots& self, int64_t index, nb::handle lists) {
-                 nb::tuple held = as_tuple(lists);
-                 self.add(index, as_vector(held, [](nb::handle list) {
-                              return std::span<const BlockId>(as<BlockList>(list).ids);
-                          }));
-             },
-             "index"_a, "lists"_a)
+        .def(
+            "add",
+            [](DecodeSlots& self, int64_t index, nb::handle lists) {
+                nb::tuple held = as_tuple(lists);
+                self.add(index, as_vector(held, [](nb::handle list) {
+                             return std::span<const BlockId>(as<BlockList>(list).ids);
+                         }));
+            },
+            "index"_a, "lists"_a)
         .def("changed", &DecodeSlots::changed)
         .def("block_ids", &DecodeSlots::block_ids, "index"_a);
 }
@@ -207,21 +228,26 @@ void bind_questions(nb::class_<CoordinatorObject>& cls) {
     using Object = CoordinatorObject;
     cls.def("match", &Object::match, "request"_a)
         .def("match_each", &Object::match_each, "hashes"_a, "max_tokens"_a)
-        .def("is_live", [](const Object& self, nb::handle request) { return self.core().find(request.ptr()) != nullptr; },
-             "request"_a)
+        .def(
+            "is_live",
+            [](const Object& self, nb::handle request) { return self.core().find(request.ptr()) != nullptr; },
+            "request"_a)
         .def("fits_alone", &Object::fits_alone, "request"_a, "num_lookahead_tokens"_a, "num_encoder_tokens"_a)
-        .def("length_fits",
-             [](const Object& self, nb::handle tokens, nb::handle prompt, nb::handle lookahead, nb::handle encoder) {
-                 return self.core().length_fits(count(tokens, "num_tokens"), count(prompt, "num_prompt_tokens"),
-                                                count(lookahead, "num_lookahead_tokens"), count(encoder, "num_encoder_tokens"));
-             },
-             "num_tokens"_a, "num_prompt_tokens"_a, "num_lookahead_tokens"_a, "num_encoder_tokens"_a)
-        .def("longest_that_fits",
-             [](const Object& self, nb::handle lookahead, nb::handle encoder) {
-                 return self.core().longest_that_fits(count(lookahead, "num_lookahead_tokens"),
-                                                      count(encoder, "num_encoder_tokens"));
-             },
-             "num_lookahead_tokens"_a, "num_encoder_tokens"_a)
+        .def(
+            "length_fits",
+            [](const Object& self, nb::handle tokens, nb::handle prompt, nb::handle lookahead, nb::handle encoder) {
+                return self.core().length_fits(count(tokens, "num_tokens"), count(prompt, "num_prompt_tokens"),
+                                               count(lookahead, "num_lookahead_tokens"),
+                                               count(encoder, "num_encoder_tokens"));
+            },
+            "num_tokens"_a, "num_prompt_tokens"_a, "num_lookahead_tokens"_a, "num_encoder_tokens"_a)
+        .def(
+            "longest_that_fits",
+            [](const Object& self, nb::handle lookahead, nb::handle encoder) {
+                return self.core().longest_that_fits(count(lookahead, "num_lookahead_tokens"),
+                                                     count(encoder, "num_encoder_tokens"));
+            },
+            "num_lookahead_tokens"_a, "num_encoder_tokens"_a)
         .def("can_continue", &Object::can_continue, "request"_a)
         .def("tokens_to_commit", &Object::tokens_to_commit, "request"_a, "num_computed_tokens"_a, "num_tokens"_a)
         .def("plan", &plan, "request_id"_a, "hits"_a, nb::kw_only(), "num_computed_tokens"_a, "num_main_tokens"_a,
@@ -229,12 +255,13 @@ void bind_questions(nb::class_<CoordinatorObject>& cls) {
         .def("tables", of_tables([](const Table& table) { return nb::cast(BlockList{table.ids}); }), "request_id"_a)
         .def("num_committed_blocks", of_tables([](const Table& table) { return nb::int_(table.num_committed); }),
              "request_id"_a)
-        .def("num_shared_blocks",
-             [](const Object& self, nb::handle request_id) {
-                 auto num_shared = [&](const Table& table) { return nb::int_(self.core().num_shared_blocks(table)); };
-                 return of_tables(num_shared)(self, request_id);
-             },
-             "request_id"_a)
+        .def(
+            "num_shared_blocks",
+            [](const Object& self, nb::handle request_id) {
+                auto num_shared = [&](const Table& table) { return nb::int_(self.core().num_shared_blocks(table)); };
+                return of_tables(num_shared)(self, request_id);
+            },
+            "request_id"_a)
         .def("request_ids", [](const Object& self) { return nb::list(self.by_id().keys()); })
         .def("live_requests", [](const Object& self) { return nb::list(self.by_id().values()); });
 }
@@ -247,26 +274,28 @@ void bind_coordinator(nb::module_& module) {
     bind_group(module);
     bind_decode_slots(module);
     nb::class_<Object> cls(module, "KVCacheCoordinator", nb::is_final(), nb::type_slots(Collectable<Object>::slots));
-    cls.def("__init__",
-            [](Object* object, nb::object pool, nb::handle groups, nb::handle hash_block_size, nb::handle max_model_len,
-               nb::handle max_step, nb::handle watermark, bool can_hit, bool trusts_max_tokens, bool records_admissions) {
-                KVCacheCoordinator::Options options{
-                    .hash_block_size = int_argument(hash_block_size, "hash_block_size", 1, ErrorKind::config),
-                    .max_model_len = int_argument(max_model_len, "max_model_len", 1, ErrorKind::config),
-                    .max_num_batched_tokens = int_argument(max_step, "max_num_batched_tokens", 1, ErrorKind::config),
-                    .watermark_blocks = number(watermark, "watermark_blocks"),
-                    .can_hit = can_hit};
-                new (object) Object(std::move(pool), groups, options, trusts_max_tokens, records_admissions);
-            },
-            "pool"_a, "groups"_a, nb::kw_only(), "hash_block_size"_a, "max_model_len"_a, "max_num_batched_tokens"_a,
-            "watermark_blocks"_a, "can_hit"_a, "trusts_max_tokens"_a, "records_admissions"_a);
+    cls.def(
+        "__init__",
+        [](Object* object, nb::object pool, nb::handle groups, nb::handle hash_block_size, nb::handle max_model_len,
+           nb::handle max_step, nb::handle watermark, bool can_hit, bool trusts_max_tokens, bool records_admissions) {
+            KVCacheCoordinator::Options options{
+                .hash_block_size = int_argument(hash_block_size, "hash_block_size", 1, ErrorKind::config),
+                .max_model_len = int_argument(max_model_len, "max_model_len", 1, ErrorKind::config),
+                .max_num_batched_tokens = int_argument(max_step, "max_num_batched_tokens", 1, ErrorKind::config),
+                .watermark_blocks = number(watermark, "watermark_blocks"),
+                .can_hit = can_hit};
+            new (object) Object(std::move(pool), groups, options, trusts_max_tokens, records_admissions);
+        },
+        "pool"_a, "groups"_a, nb::kw_only(), "hash_block_size"_a, "max_model_len"_a, "max_num_batched_tokens"_a,
+        "watermark_blocks"_a, "can_hit"_a, "trusts_max_tokens"_a, "records_admissions"_a);
     bind_questions(cls);
-    def_with_demand(cls, "check_fit", [](Object& self, nb::handle request, const Demand& demand, const Hit& hit) {
-        return self.check_fit(request, demand, hit);
-    });
-    def_with_demand(cls, "allocate", [](Object& self, nb::handle request, const Demand& demand, const Hit& hit) {
-        return self.allocate(request, demand, hit);
-    });
+    cls.def("check_fit", with_demand([](Object& self, nb::handle request, const Demand& demand, const Hit& hit) {
+                return self.check_fit(request, demand, hit);
+            }));
+    cls.def("is_no_op", &is_no_op);
+    cls.def("allocate", with_demand([](Object& self, nb::handle request, const Demand& demand, const Hit& hit) {
+                return self.allocate(request, demand, hit);
+            }));
     cls.def("allocate_all", &allocate_all, "requests"_a, "num_new_tokens"_a.none(), "num_lookahead_tokens"_a.none(),
             "reserved_blocks"_a.none(), "has_scheduled_reqs"_a.none(), "start"_a, "slots"_a)
         .def("cache_blocks", &Object::cache_blocks, "request"_a, "num_computed_tokens"_a.none())

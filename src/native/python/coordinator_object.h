@@ -6,8 +6,9 @@
 
 namespace kvpager {
 
-// Owns the core's coordinator and the requests themselves. It reads requests and arguments first, then calls the core, which
-// runs no Python, and tells the pool's sampler last. Invariant: exactly the requests of `by_id_` are live in the core.
+// Owns the core's coordinator and the requests themselves. It reads requests and arguments first, then calls the core,
+// which runs no Python, and tells the pool's sampler last. Invariant: exactly the requests of `by_id_` are live in the
+// core.
 class CoordinatorObject {
     // Calls the core on behalf of one request: what it refuses names the request.
     template <typename Call>
@@ -84,11 +85,14 @@ public:
 
     nanobind::tuple check_fit(nanobind::handle request, const Demand& demand, const Hit& hit) {
         ReadRequest now = read(request.ptr(), demand);
-        FitReport report = for_request(now.id, [&] { return core_.check_fit(request.ptr(), now.numbers, demand, hit); });
-        return nanobind::make_tuple(static_cast<int>(report.fit), as_list(report.needs), report.num_needed, report.num_short);
+        FitReport report =
+            for_request(now.id, [&] { return core_.check_fit(request.ptr(), now.numbers, demand, hit); });
+        return nanobind::make_tuple(static_cast<int>(report.fit), as_list(report.needs), report.num_needed,
+                                    report.num_short);
     }
 
-    nanobind::object tokens_to_commit(nanobind::handle request, nanobind::handle num_computed, nanobind::handle num_tokens) {
+    nanobind::object tokens_to_commit(nanobind::handle request, nanobind::handle num_computed,
+                                      nanobind::handle num_tokens) {
         int64_t computed = int_argument(num_computed, "num_computed_tokens", -max_count);
         int64_t tokens = int_argument(num_tokens, "num_tokens", -max_count);
         return as_python_range(core_.tokens_to_commit(core_.find(request.ptr()), computed, tokens));
@@ -111,7 +115,6 @@ public:
     }
 
     nanobind::object allocate(nanobind::handle request, const Demand& demand, const Hit& hit) {
-        if (demand.is_plain() && hit.blocks.empty() && is_no_op(request.ptr(), demand)) return nanobind::steal(PyTuple_New(0));
         ReadRequest now = read(request.ptr(), demand);
         Outcome outcome = allocate(request.ptr(), now, demand, hit);
         // What is told is copied first: to make Python's objects may run finalizers, which may call in here.
@@ -122,7 +125,7 @@ public:
             appended.emplace_back(ids.begin(), ids.end());
             has_any |= !ids.empty();
         }
-        std::vector<StoredRun> stored = core_.stored();
+        std::vector<StoredRun> stored = pool_.pool.logs_changes() ? core_.stored() : std::vector<StoredRun>();
         pool_.tell_sampler();
         if (outcome == Outcome::refused) return nanobind::none();
         nanobind::object lists = has_any ? nanobind::object(as_lists(appended)) : nanobind::none();
@@ -130,9 +133,10 @@ public:
     }
 
     Outcome allocate(PyObject* request, const ReadRequest& read, const Demand& demand, const Hit& hit) {
+        bool is_new = core_.find(request) == nullptr;
         Outcome outcome =
             for_request(read.id, [&] { return core_.allocate(request, read.id.ptr(), read.numbers, demand, hit); });
-        if (outcome == Outcome::allocated && !by_id_.contains(read.id)) by_id_[read.id] = nanobind::borrow(request);
+        if (outcome == Outcome::allocated && is_new) by_id_[read.id] = nanobind::borrow(request);
         return outcome;
     }
 
@@ -146,9 +150,9 @@ public:
     }
     void tell_sampler() { pool_.tell_sampler(); }
 
-    nanobind::list cache_blocks(nanobind::handle request, nanobind::handle num_computed) {
+    nanobind::object cache_blocks(nanobind::handle request, nanobind::handle num_computed) {
         int64_t computed = int_argument(num_computed, "num_computed_tokens", 0);
-        if (computed <= known(request).no_op_until) return nanobind::list();
+        if (computed <= known(request).no_op_until) return as_runs({});
         ReadRequest read = reader_.all(request.ptr(), false);
         LiveRequest& found = known(request);
         for_request(name_of(found), [&] { core_.cache_blocks(found, read.numbers, computed); });
@@ -165,7 +169,8 @@ public:
     void release(nanobind::handle request_id, nanobind::handle num_processed, nanobind::handle num_prompt) {
         int64_t processed = int_argument(num_processed, "total_computed_tokens", 0);
         int64_t prompt = num_prompt.is_none() ? -1 : int_argument(num_prompt, "num_prompt_tokens", 0);
-        if (LiveRequest* found = find(request_id)) core_.release(*found, processed, prompt < 0 ? found->num_prompt_tokens : prompt);
+        if (LiveRequest* found = find(request_id))
+            core_.release(*found, processed, prompt < 0 ? found->num_prompt_tokens : prompt);
     }
 
     void free(nanobind::handle request) {
@@ -189,7 +194,8 @@ public:
     }
 
     nanobind::dict invalidate(nanobind::handle block_ids) {
-        std::vector<BlockId> blocks = as_vector(block_ids, [&](nanobind::handle id) { return checked_id(pool_.pool, id); });
+        std::vector<BlockId> blocks =
+            as_vector(block_ids, [&](nanobind::handle id) { return checked_id(pool_.pool, id); });
         auto holders = core_.invalidate(blocks);
         nanobind::dict first;
         for (const auto& [holder, token] : holders) first[name_of(*holder)] = token;
@@ -221,7 +227,8 @@ private:
         return nanobind::borrow(static_cast<PyObject*>(const_cast<void*>(live.name)));
     }
 
-    static nanobind::list as_runs(const std::vector<StoredRun>& stored) {
+    static nanobind::object as_runs(const std::vector<StoredRun>& stored) {
+        if (stored.empty()) return nanobind::steal(PyTuple_New(0));
         return list_of(stored, [](const StoredRun& run) {
             return nanobind::make_tuple(run.group, as_python_range(run.positions));
         });
@@ -234,7 +241,8 @@ private:
         LiveRequest* found = core_.find(request.ptr());
         if (found == nullptr && by_id_.contains(id)) {
             raise(ErrorKind::duplicate_request,
-                  "request id %R is in use by another live request; free that one first or choose another id", id.ptr());
+                  "request id %R is in use by another live request; free that one first or choose another id",
+                  id.ptr());
         }
         return found;
     }
@@ -242,7 +250,8 @@ private:
     LiveRequest& known(nanobind::handle request) {
         nanobind::object id;
         if (LiveRequest* found = live(request, id)) return *found;
-        raise(ErrorKind::unknown_request, "request %R holds no blocks; allocate_slots must have admitted it first", id.ptr());
+        raise(ErrorKind::unknown_request, "request %R holds no blocks; allocate_slots must have admitted it first",
+              id.ptr());
     }
 
     nanobind::object pool_object_;

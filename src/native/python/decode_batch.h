@@ -48,13 +48,14 @@ private:
     std::vector<BlockId> ids_;
 };
 
-// Serves the requests of a batch in order. In most steps most of them are no-ops; what the others touch is in no near cache,
-// one thing found through the other. So whoever is not a no-op waits until some more of those have been found, and each time
-// the next link of its chain is fetched.
+// Serves the requests of a batch in order. In most steps most of them are no-ops; what the others touch is in no near
+// cache, one thing found through the other. So whoever is not a no-op waits until some more of those have been found,
+// and each time the next link of its chain is fetched.
 class DecodeBatch {
 public:
     // `requests` and `counts` are tuples; None: each computes one token.
-    DecodeBatch(CoordinatorObject& coordinator, PyObject* requests, PyObject* counts, const Demand& demand, DecodeSlots& slots)
+    DecodeBatch(CoordinatorObject& coordinator, PyObject* requests, PyObject* counts, const Demand& demand,
+                DecodeSlots& slots)
         : coordinator_(coordinator), requests_(requests), counts_(counts), demand_(demand), slots_(slots) {
         // Where blocks must be left free, the steps of those before decide whether a no-op is refused.
         if (coordinator.core().most_to_keep(demand) > 0) most_waiting_ = 0;
@@ -85,7 +86,8 @@ private:
     Demand demand_of(int64_t index) const {
         Demand demand = demand_;
         demand.num_new_tokens = 1;
-        if (counts_ != Py_None) demand.num_new_tokens = int_argument(PyTuple_GET_ITEM(counts_, index), "num_new_tokens", 0);
+        if (counts_ != Py_None)
+            demand.num_new_tokens = int_argument(PyTuple_GET_ITEM(counts_, index), "num_new_tokens", 0);
         check_something_to_do(demand);
         return demand;
     }

@@ -8,7 +8,8 @@
 
 namespace kvpager {
 
-// They are BlockHashes, or any sequence of bytes. Nothing may run Python code while this is read, since they can change.
+// They are BlockHashes, or any sequence of bytes. Nothing may run Python code while this is read, since they can
+// change.
 class HashReader {
 public:
     explicit HashReader(nanobind::handle source) : held_(in_place(source)) {
@@ -32,7 +33,8 @@ public:
     // The same hashes as something that is read without running Python.
     static nanobind::object in_place(nanobind::handle source) {
         if (BlockHashes::of(source) != nullptr) return nanobind::borrow(source);
-        nanobind::object fast = nanobind::steal(PySequence_Fast(source.ptr(), "block hashes must be a sequence of bytes"));
+        nanobind::object fast =
+            nanobind::steal(PySequence_Fast(source.ptr(), "block hashes must be a sequence of bytes"));
         if (!fast.is_valid()) throw nanobind::python_error();
         return fast;
     }

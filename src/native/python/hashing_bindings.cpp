@@ -26,8 +26,8 @@ std::vector<Suffix> suffixes_of(nb::handle source, size_t num_blocks, nb::object
     if (source.is_none()) return suffixes;
     held = as_tuple(source);
     if (size_t count = nb::len(held); count != num_blocks) {
-        raise(ErrorKind::invalid_request, "extra_keys has %zu entries for %zu full blocks; give one for each (None: no keys)",
-              count, num_blocks);
+        raise(ErrorKind::invalid_request,
+              "extra_keys has %zu entries for %zu full blocks; give one for each (None: no keys)", count, num_blocks);
     }
     for (nb::handle item : held) {
         if (!PyBytes_Check(item.ptr())) raise(PyExc_TypeError, "a suffix must be bytes, got %R", item.ptr());
@@ -56,7 +56,8 @@ void BlockHashes::extend(nb::handle token_ids, nb::handle suffixes) {
         fresh = chain_.compute(parent, tokens.ids(), behind);
     }
     if (chain_.first_token() != first) {
-        raise(ErrorKind::invalid_request, "block hashes were extended by somebody else at the same time; extend them in one thread");
+        raise(ErrorKind::invalid_request,
+              "block hashes were extended by somebody else at the same time; extend them in one thread");
     }
     chain_.append(std::move(fresh));
 }
@@ -95,7 +96,8 @@ nb::object item(const BlockHashes& self, nb::handle index) {
 nb::object equals(const BlockHashes& self, nb::handle other) {
     if (const BlockHashes* same = BlockHashes::of(other)) {
         std::span<const Hash> theirs = same->chain().all();
-        return nb::bool_(std::equal(self.chain().all().begin(), self.chain().all().end(), theirs.begin(), theirs.end()));
+        return nb::bool_(
+            std::equal(self.chain().all().begin(), self.chain().all().end(), theirs.begin(), theirs.end()));
     }
     if (!PyList_Check(other.ptr()) && !PyTuple_Check(other.ptr())) return nb::borrow(Py_NotImplemented);
     nb::object list = nb::steal(PySequence_List(other.ptr()));
@@ -107,16 +109,20 @@ nb::object equals(const BlockHashes& self, nb::handle other) {
 
 void bind_hashing(nb::module_& module) {
     nb::class_<BlockHashes> hashes(module, "BlockHashes", nb::is_final());
-    hashes
-        .def(nb::init<size_t, nb::bytes, bool>(), "block_size"_a, "parent"_a, "cbor"_a)
+    hashes.def(nb::init<size_t, nb::bytes, bool>(), "block_size"_a, "parent"_a, "cbor"_a)
         .def("extend", &BlockHashes::extend, "token_ids"_a.none(), "suffixes"_a = nb::none())
         .def("__len__", [](const BlockHashes& self) { return self.chain().all().size(); })
         .def("__getitem__", &item, "index"_a)
         .def("__iter__", [](const BlockHashes& self) { return nb::iter(as_list(self)); })
-        .def("index",
-             [](const BlockHashes& self, nb::handle value, nb::args range) { return as_list(self).attr("index")(value, *range); },
-             "value"_a.none(), "range"_a)
-        .def("count", [](const BlockHashes& self, nb::handle value) { return as_list(self).attr("count")(value); }, "value"_a.none())
+        .def(
+            "index",
+            [](const BlockHashes& self, nb::handle value, nb::args range) {
+                return as_list(self).attr("index")(value, *range);
+            },
+            "value"_a.none(), "range"_a)
+        .def(
+            "count", [](const BlockHashes& self, nb::handle value) { return as_list(self).attr("count")(value); },
+            "value"_a.none())
         .def("__eq__", &equals, "other"_a.none())
         .def("__repr__", [](const BlockHashes& self) { return nb::repr(as_list(self)); });
     BlockHashes::type = reinterpret_cast<PyTypeObject*>(hashes.ptr());

@@ -6,7 +6,8 @@
 
 NB_MODULE(_native, module) {
     module.doc() =
-        "The compiled part of kvpager: hash chains, blocks, and what happens to a request's blocks. Not public; use the "
+        "The compiled part of kvpager: hash chains, blocks, and what happens to a request's blocks. Not public; use "
+        "the "
         "modules above it.";
 #ifdef NDEBUG
     // Whoever still holds an object when the interpreter ends (a global, a daemon thread) has done nothing wrong.

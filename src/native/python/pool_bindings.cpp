@@ -69,25 +69,31 @@ int64_t copy_into(const BlockList& list, Row row, int64_t offset) {
 void bind_block_list(nb::module_& module) {
     nb::class_<BlockList>(module, "BlockList", nb::is_final())
         .def(nb::init<>())
-        .def("__init__",
-             [](BlockList* list, nb::iterable ids) { new (list) BlockList{as_vector(ids, list_id)}; }, "ids"_a)
+        .def(
+            "__init__", [](BlockList* list, nb::iterable ids) { new (list) BlockList{as_vector(ids, list_id)}; },
+            "ids"_a)
         .def("__len__", [](const BlockList& list) { return list.ids.size(); })
-        .def("__getitem__",
-             [](const BlockList& list, int64_t position) {
-                 if (position < 0) position += std::ssize(list.ids);
-                 if (position < 0 || position >= std::ssize(list.ids)) throw nb::index_error("no such position");
-                 return list.ids[position];
-             },
-             "position"_a)
-        .def("ids",
-             [](const BlockList& list, nb::handle start, nb::handle stop) { return as_list(slice_of(list, start, stop)); },
-             "start"_a = 0, "stop"_a = nb::none())
-        .def("slice",
-             [](const BlockList& list, nb::handle start, nb::handle stop) {
-                 std::span<const BlockId> part = slice_of(list, start, stop);
-                 return BlockList{{part.begin(), part.end()}};
-             },
-             "start"_a, "stop"_a)
+        .def(
+            "__getitem__",
+            [](const BlockList& list, int64_t position) {
+                if (position < 0) position += std::ssize(list.ids);
+                if (position < 0 || position >= std::ssize(list.ids)) throw nb::index_error("no such position");
+                return list.ids[position];
+            },
+            "position"_a)
+        .def(
+            "ids",
+            [](const BlockList& list, nb::handle start, nb::handle stop) {
+                return as_list(slice_of(list, start, stop));
+            },
+            "start"_a = 0, "stop"_a = nb::none())
+        .def(
+            "slice",
+            [](const BlockList& list, nb::handle start, nb::handle stop) {
+                std::span<const BlockId> part = slice_of(list, start, stop);
+                return BlockList{{part.begin(), part.end()}};
+            },
+            "start"_a, "stop"_a)
         .def("copy_into", &copy_into, "row"_a.noconvert(), "offset"_a = 0);
 }
 
@@ -123,7 +129,8 @@ nb::dict index_of(const BlockPool& pool) {
     for (BlockId block : oldest) {
         std::vector<BlockId> copies;
         pool.index().for_each_copy(block, [&](BlockId copy) { copies.push_back(copy); });
-        index[nb::make_tuple(nb::bytes(pool.index().digest(block), digest_bytes), pool.group_of(block))] = as_list(copies);
+        index[nb::make_tuple(nb::bytes(pool.index().digest(block), digest_bytes), pool.group_of(block))] =
+            as_list(copies);
     }
     return index;
 }
@@ -186,11 +193,12 @@ void bind_questions(PoolClass& pool) {
         .def("index", asks(index_of))
         .def("reserved_blocks", asks(reserved_of));
     auto of_block = [&](const char* name, auto question) {
-        pool.def(name,
-                 [question](const PoolObject& self, nb::handle id) {
-                     return question(self.pool, checked_id(self.pool, id));
-                 },
-                 "block_id"_a);
+        pool.def(
+            name,
+            [question](const PoolObject& self, nb::handle id) {
+                return question(self.pool, checked_id(self.pool, id));
+            },
+            "block_id"_a);
     };
     of_block("ref_count", [](const BlockPool& self, BlockId block) { return self.ref_count(block); });
     of_block("outside_count", [](const BlockPool& self, BlockId block) { return self.external_count(block); });
@@ -202,33 +210,38 @@ void bind_questions(PoolClass& pool) {
 }
 
 void bind_blocks_by_id(PoolClass& pool) {
-    pool.def("allocate",
-             [](PoolObject& self, int64_t num_blocks) {
-                 return as_list(told(self, [&](BlockPool& verbs) { return verbs.allocate(num_blocks); }));
-             },
-             "num_blocks"_a)
-        .def("touch",
-             [](PoolObject& self, nb::handle ids) {
-                 std::vector<BlockId> blocks = real_ids(self.pool, ids);
-                 told(self, [&](BlockPool& verbs) { verbs.touch(blocks); });
-             },
-             "block_ids"_a)
-        .def("free_blocks",
-             [](PoolObject& self, nb::handle ids) { self.pool.free_blocks(real_ids(self.pool, ids)); }, "block_ids"_a)
-        .def("evict_blocks",
-             [](PoolObject& self, nb::handle ids) {
-                 std::vector<BlockId> blocks = as_vector(ids, [&](nb::handle id) { return checked_id(self.pool, id); });
-                 told(self, [&](BlockPool& verbs) { verbs.evict_blocks(blocks); });
-             },
-             "block_ids"_a)
+    pool.def(
+            "allocate",
+            [](PoolObject& self, int64_t num_blocks) {
+                return as_list(told(self, [&](BlockPool& verbs) { return verbs.allocate(num_blocks); }));
+            },
+            "num_blocks"_a)
+        .def(
+            "touch",
+            [](PoolObject& self, nb::handle ids) {
+                std::vector<BlockId> blocks = real_ids(self.pool, ids);
+                told(self, [&](BlockPool& verbs) { verbs.touch(blocks); });
+            },
+            "block_ids"_a)
+        .def(
+            "free_blocks", [](PoolObject& self, nb::handle ids) { self.pool.free_blocks(real_ids(self.pool, ids)); },
+            "block_ids"_a)
+        .def(
+            "evict_blocks",
+            [](PoolObject& self, nb::handle ids) {
+                std::vector<BlockId> blocks = as_vector(ids, [&](nb::handle id) { return checked_id(self.pool, id); });
+                told(self, [&](BlockPool& verbs) { verbs.evict_blocks(blocks); });
+            },
+            "block_ids"_a)
         .def("reset_prefix_cache",
              [](PoolObject& self) { return told(self, [](BlockPool& verbs) { return verbs.reset_prefix_cache(); }); })
         .def("clear_index", [](PoolObject& self) { told(self, [](BlockPool& verbs) { verbs.clear_index(); }); })
-        .def("reserve",
-             [](PoolObject& self, int64_t num_blocks) {
-                 return as_list(told(self, [&](BlockPool& verbs) { return verbs.reserve(num_blocks); }));
-             },
-             "num_blocks"_a)
+        .def(
+            "reserve",
+            [](PoolObject& self, int64_t num_blocks) {
+                return as_list(told(self, [&](BlockPool& verbs) { return verbs.reserve(num_blocks); }));
+            },
+            "num_blocks"_a)
         .def("new_step_starts", [](PoolObject& self) { self.pool.new_step_starts(); })
         .def("take_new_block_ids", [](PoolObject& self) { return as_list(self.pool.take_new_block_ids()); })
         .def("take_events", [](PoolObject& self) { return events_of(self.pool); });

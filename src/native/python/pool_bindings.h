@@ -7,10 +7,11 @@
 
 namespace kvpager {
 
-// Owns a pool and who is told of its blocks' history. Arguments are converted before a verb, answers made and the sampler
-// told after it: a finalizer, a callback or another thread that calls in finds the pool whole.
+// Owns a pool and who is told of its blocks' history. Arguments are converted before a verb, answers made and the
+// sampler told after it: a finalizer, a callback or another thread that calls in finds the pool whole.
 struct PoolObject {
-    PoolObject(int64_t num_blocks, int64_t num_groups, nanobind::handle order, bool enable_events, nanobind::object sampler);
+    PoolObject(int64_t num_blocks, int64_t num_groups, nanobind::handle order, bool enable_events,
+               nanobind::object sampler);
 
     BlockPool pool;
     nanobind::object residency;

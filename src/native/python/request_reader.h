@@ -7,12 +7,12 @@
 
 namespace kvpager {
 
-// A request's numbers, and what keeps its hashes where they are. Reading may run any Python; nothing may between the last
-// reading and the use.
+// A request's numbers, and what keeps its hashes where they are. Reading may run any Python; nothing may between the
+// last reading and the use.
 struct ReadRequest {
     RequestSnapshot numbers{};
     std::optional<HashReader> hashes{};
-    nanobind::object id{};                            // under which it is live, or would be
+    nanobind::object id{};                          // under which it is live, or would be
     nanobind::object admission = nanobind::none();  // see RequestReader::admission
 };
 
@@ -27,7 +27,8 @@ class RequestReader {
 public:
     nanobind::object id(PyObject* request) {
         nanobind::object id = request_id_.get(request);
-        if (!PyUnicode_Check(id.ptr())) raise(ErrorKind::invalid_request, "request_id must be a string, got %R", id.ptr());
+        if (!PyUnicode_Check(id.ptr()))
+            raise(ErrorKind::invalid_request, "request_id must be a string, got %R", id.ptr());
         // An exact string: to look it up runs no Python.
         return PyUnicode_CheckExact(id.ptr()) ? id : nanobind::steal(PyUnicode_FromObject(id.ptr()));
     }
@@ -97,7 +98,8 @@ private:
 
     bool is_waiting(PyObject* request) {
         nanobind::object status = name_.get(status_.get(request).ptr());
-        if (!PyUnicode_Check(status.ptr())) raise(ErrorKind::invalid_request, "status.name must be a string, got %R", status.ptr());
+        if (!PyUnicode_Check(status.ptr()))
+            raise(ErrorKind::invalid_request, "status.name must be a string, got %R", status.ptr());
         return PyUnicode_CompareWithASCIIString(status.ptr(), "WAITING") == 0 ||
                PyUnicode_CompareWithASCIIString(status.ptr(), "PREEMPTED") == 0;
     }

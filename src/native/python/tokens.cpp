@@ -11,7 +11,8 @@ namespace {
 constexpr uint32_t max_token = 0xffffffff;
 
 [[noreturn]] void refuse_value(size_t index, PyObject* value) {
-    raise(ErrorKind::invalid_request, "token_ids[%zu] is %R; token ids go from 0 to %zu", index, value, size_t{max_token});
+    raise(ErrorKind::invalid_request, "token_ids[%zu] is %R; token ids go from 0 to %zu", index, value,
+          size_t{max_token});
 }
 
 [[noreturn]] void refuse_type(size_t index, PyObject* item) {

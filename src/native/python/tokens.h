@@ -8,8 +8,8 @@
 
 namespace kvpager {
 
-// One sequence's token ids from `first` on. A buffer of 32-bit ids is read in place, anything else is converted once. Made and
-// destroyed with the GIL; to read needs none. Throws InvalidRequestError for what holds no token ids.
+// One sequence's token ids from `first` on. A buffer of 32-bit ids is read in place, anything else is converted once.
+// Made and destroyed with the GIL; to read needs none. Throws InvalidRequestError for what holds no token ids.
 class Tokens {
 public:
     explicit Tokens(nanobind::handle source, size_t first = 0);
