@@ -13,6 +13,7 @@ from .floor import bare_loop
 from .memory import in_child
 from .peers import Kvpager, Peer, Vllm
 from .shapes import BLOCK, FULL, LONG
+from .ways import ways
 
 BIG = 1_000_000
 """Blocks of the big pool."""
@@ -53,7 +54,7 @@ def run(peer: Vllm | None, *, repetitions: int, big: bool, only: str, note: Call
         for size in sizes:
             note(f"{case.rows[0].name}, {size:,} blocks")
             yield from _results(case, size, _interleaved(case, size, peers, repetitions))
-    for extra in (_floor, _more_requests, _start, _memory):
+    for extra in (_ways, _floor, _more_requests, _start, _memory):
         yield from extra(peers, repetitions, big, only, note)
 
 
@@ -97,6 +98,17 @@ def _result(row: Row, size: int, ours: list[float], theirs: list[float] | None =
 
 
 Note = Callable[[str], None]
+
+
+def _ways(peers: list[Peer], repetitions: int, big: bool, only: str, note: Note) -> Iterator[Result]:
+    """Calls out of the ordinary beside the ordinary one, which stands in the peer's column: at most twice its time."""
+    for row, pair in ways():
+        if only not in row.name:
+            continue
+        note(row.name)
+        pair()
+        pairs = [pair() for _ in range(repetitions * 3)]
+        yield _result(row, 0, [ours / 1e3 for ours, _ in pairs], [theirs / 1e3 for _, theirs in pairs])
 
 
 def _floor(peers: list[Peer], repetitions: int, big: bool, only: str, note: Note) -> Iterator[Result]:

@@ -333,7 +333,6 @@ class KVCacheCoordinator:
         full_sequence_must_fit: bool,
         reserved_blocks: int,
         has_scheduled_reqs: bool,
-        /,
     ) -> tuple[int, list[int], int, int]:
         """What `allocate` would do: its planning half.
 
@@ -381,7 +380,6 @@ class KVCacheCoordinator:
         num_lookahead_tokens: int,
         reserved_blocks: int,
         has_scheduled_reqs: bool,
-        /,
     ) -> bool:
         """Whether `allocate` would change nothing for a running request that asks for nothing else. O(1)."""
 
@@ -402,7 +400,6 @@ class KVCacheCoordinator:
         full_sequence_must_fit: bool,
         reserved_blocks: int,
         has_scheduled_reqs: bool,
-        /,
     ) -> tuple[list[BlockList] | None, Sequence[tuple[int, range]], tuple[int, bool] | None] | None:
         """The one way: release what is dead, plan, refuse or apply, commit, find the bounds.
 

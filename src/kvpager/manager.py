@@ -242,7 +242,7 @@ class KVCacheManager:
         # Most steps of running requests change nothing.
         if (
             new_computed_blocks is None
-            and not (num_new_computed_tokens or num_external_computed_tokens or num_encoder_tokens)
+            and num_new_computed_tokens == num_external_computed_tokens == num_encoder_tokens == 0
             and not (delay_cache_blocks or full_sequence_must_fit)
             and self.coordinator.is_no_op(
                 request, num_new_tokens, num_lookahead_tokens, reserved_blocks, has_scheduled_reqs

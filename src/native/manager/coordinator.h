@@ -457,10 +457,13 @@ private:
             fail(ErrorKind::invariant, "group %zu covers %lld blocks x %lld tokens of a hit of %lld tokens", i,
                  Long{num_blocks}, Long{block_size}, Long{demand.num_hit_tokens});
         }
-        if (hit.index_version == pool_.index_version()) return;
+        // If no hash has left the index since, one block tells whose hit it is.
+        bool is_fresh = hit.index_version == pool_.index_version();
         for (const SingleTypeKVCacheManager& group : groups_) {
-            if (pool_.serves(*hit.blocks[group.id()], group.id(), hashes_of(group, request.hashes))) continue;
-            fail(ErrorKind::invalid_request, "the hit was evicted since get_computed_blocks; ask again");
+            GroupHashes hashes = hashes_of(group, request.hashes);
+            if (pool_.serves(*hit.blocks[group.id()], group.id(), hashes, is_fresh)) continue;
+            fail(ErrorKind::invalid_request,
+                 "the hit was evicted since get_computed_blocks, or is another request's; ask again");
         }
     }
     template <typename Need>

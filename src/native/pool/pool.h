@@ -93,12 +93,13 @@ public:
         return found;
     }
 
-    // Whether every block still is in the index under its position's hash. O(blocks)
-    bool serves(const BlockIds& blocks, GroupId group, const GroupHashes& hashes) const {
-        for (int64_t position = 0; position < std::ssize(blocks); ++position) {
-            if (blocks[position] == null_block) continue;
-            if (position >= hashes.num_positions() || !index_.carries(blocks[position], hashes[position], group))
-                return false;
+    // Whether every block, or the last one, still is in the index under its position's hash. O(blocks)
+    bool serves(const BlockIds& blocks, GroupId group, const GroupHashes& hashes, bool last_only) const {
+        for (int64_t position = std::ssize(blocks) - 1; position >= 0; --position) {
+            BlockId block = blocks[position];
+            if (block == null_block) continue;
+            if (position >= hashes.num_positions() || !index_.carries(block, hashes[position], group)) return false;
+            if (last_only) break;
         }
         return true;
     }

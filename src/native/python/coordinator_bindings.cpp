@@ -120,23 +120,28 @@ void bind_group(nb::module_& module) {
 }
 
 // Block lists, one a group, as the core takes a hit; `held` keeps them. (): there is no hit.
-Hit hit_of(nb::handle lists, nb::handle index_version, nb::handle branch_point, size_t num_groups, nb::object& held) {
+Hit hit_of(const CoordinatorObject& self, nb::handle lists, nb::handle index_version, nb::handle branch_point,
+           nb::object& held) {
     held = as_tuple(lists);
     if (nb::len(held) == 0) return {};
     Hit hit{.blocks = as_vector(held, [](nb::handle list) -> const BlockIds* { return &as<BlockList>(list).ids; }),
             .index_version = int_argument(index_version, "generation", -1),
             .branch_point = count(branch_point, "junction")};
+    size_t num_groups = self.core().groups().size();
     if (hit.blocks.size() != num_groups) {
         raise(ErrorKind::invalid_request, "a hit of %zu groups was given for %zu groups", hit.blocks.size(),
               num_groups);
     }
-    if (std::all_of(hit.blocks.begin(), hit.blocks.end(), [](const BlockIds* ids) { return ids->empty(); }))
-        hit.blocks.clear();
+    bool has_any = false;
+    for (const BlockIds* ids : hit.blocks) {
+        for (BlockId id : *ids) self.check_id(id);
+        has_any |= !ids->empty();
+    }
+    if (!has_any) hit.blocks.clear();
     return hit;
 }
 
-// A call of allocate_slots or probe: reads its arguments, which have no names (that halves what a call costs), then
-// `serve`s it.
+// A call of allocate_slots or probe: reads its arguments, then `serve`s it.
 template <typename Serve>
 auto with_demand(Serve serve) {
     return [serve](CoordinatorObject& self, nb::handle request, nb::handle lists, nb::handle version, nb::handle branch,
@@ -153,8 +158,16 @@ auto with_demand(Serve serve) {
                       .has_scheduled_requests = is_true(scheduled)};
         check_something_to_do(demand);
         nb::object held;
-        return serve(self, request, demand, hit_of(lists, version, branch, self.core().groups().size(), held));
+        return serve(self, request, demand, hit_of(self, lists, version, branch, held));
     };
+}
+
+template <typename Serve>
+void def_with_demand(nb::class_<CoordinatorObject>& cls, const char* name, Serve serve) {
+    cls.def(name, with_demand(serve), "request"_a, "hit"_a, "generation"_a, "junction"_a, "num_new_tokens"_a.none(),
+            "num_hit_tokens"_a.none(), "num_lookahead_tokens"_a.none(), "num_external_tokens"_a.none(),
+            "delay_cache_blocks"_a.none(), "num_encoder_tokens"_a.none(), "full_sequence_must_fit"_a.none(),
+            "reserved_blocks"_a.none(), "has_scheduled_reqs"_a.none());
 }
 
 bool is_no_op(CoordinatorObject& self, nb::handle request, nb::handle num_new, nb::handle lookahead,
@@ -193,7 +206,7 @@ nb::list plan(const CoordinatorObject& self, nb::handle request_id, nb::handle l
                        .num_prompt_tokens = slots,
                        .num_encoder_tokens = count(num_encoder, "num_encoder_tokens")};
     nb::object held;
-    Hit hit = hit_of(lists, nb::int_(-1), nb::int_(0), self.core().groups().size(), held);
+    Hit hit = hit_of(self, lists, nb::int_(-1), nb::int_(0), held);
     const LiveRequest* live = self.find(request_id);
     return as_list(on_the_way ? self.core().plan_sequence(live, hit, tokens, 0) : self.core().plan(live, hit, tokens));
 }
@@ -289,13 +302,14 @@ void bind_coordinator(nb::module_& module) {
         "pool"_a, "groups"_a, nb::kw_only(), "hash_block_size"_a, "max_model_len"_a, "max_num_batched_tokens"_a,
         "watermark_blocks"_a, "can_hit"_a, "trusts_max_tokens"_a, "records_admissions"_a);
     bind_questions(cls);
-    cls.def("check_fit", with_demand([](Object& self, nb::handle request, const Demand& demand, const Hit& hit) {
-                return self.check_fit(request, demand, hit);
-            }));
-    cls.def("is_no_op", &is_no_op);
-    cls.def("allocate", with_demand([](Object& self, nb::handle request, const Demand& demand, const Hit& hit) {
-                return self.allocate(request, demand, hit);
-            }));
+    def_with_demand(cls, "check_fit", [](Object& self, nb::handle request, const Demand& demand, const Hit& hit) {
+        return self.check_fit(request, demand, hit);
+    });
+    def_with_demand(cls, "allocate", [](Object& self, nb::handle request, const Demand& demand, const Hit& hit) {
+        return self.allocate(request, demand, hit);
+    });
+    cls.def("is_no_op", &is_no_op, "request"_a, "num_new_tokens"_a.none(), "num_lookahead_tokens"_a.none(),
+            "reserved_blocks"_a.none(), "has_scheduled_reqs"_a.none());
     cls.def("allocate_all", &allocate_all, "requests"_a, "num_new_tokens"_a.none(), "num_lookahead_tokens"_a.none(),
             "reserved_blocks"_a.none(), "has_scheduled_reqs"_a.none(), "start"_a, "slots"_a)
         .def("cache_blocks", &Object::cache_blocks, "request"_a, "num_computed_tokens"_a.none())

@@ -54,6 +54,13 @@ public:
         return read;
     }
 
+    // A list of blocks may have been made by hand.
+    void check_id(BlockId id) const {
+        if (id < pool_.pool.num_blocks()) return;
+        raise(ErrorKind::unknown_block, "block id %d is not in the pool; ids are 0 to %zd", id,
+              Py_ssize_t{pool_.pool.num_blocks() - 1});
+    }
+
     // -- questions ---------------------------------------------------------------------------------
 
     nanobind::tuple match(nanobind::handle request) {
