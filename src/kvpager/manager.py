@@ -365,7 +365,9 @@ class KVCacheManager:
 
         They and every later block of each holder leave the index. Returns, for each holder, the first
         token to recompute: set its ``num_computed_tokens`` to that, or, if it is 0 because what it would
-        go on from is gone, free it and start over. O(blocks held).
+        go on from is gone, free it and start over. Blocks must still be held or popped: report a failed load before
+        its request is freed; an engine that learns late admits with ``delay_cache_blocks``, and nothing at or behind
+        such a load is committed until ``cache_blocks``. Raises ``BlockStateError``. O(blocks held).
         """
         return self.coordinator.invalidate(block_ids)
 

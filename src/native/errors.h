@@ -15,8 +15,7 @@ enum class ErrorKind {
     unknown_request,
     unknown_block,
     block_state,
-    out_of_blocks,
-    invariant
+    out_of_blocks
 };
 
 class Error : public std::exception {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kvpager.config import CacheConfig, GroupSpec
 from kvpager.errors import (
     BlockStateError,
     DuplicateRequestError,
-    InvariantError,
+    InvalidRequestError,
     KVPagerError,
     RequestTooLargeError,
 )
@@ -92,7 +93,7 @@ def test_hit_144_tokens_while_one_group_held_128() -> None:
     sizes = [spec.block_size for spec in manager.kv_cache_config.specs]
     assert [len(row) * size for row, size in zip(blocks.blocks, sizes, strict=True)] == [hit, hit]
     before = state_of(manager)
-    with pytest.raises(InvariantError, match=r"144 tokens"):
+    with pytest.raises(InvalidRequestError, match=r"144 tokens"):
         manager.allocate_slots(again, 16, 144, blocks)
     assert state_of(manager) == before
 
@@ -422,3 +423,89 @@ def test_a_request_with_a_reference_window_does_not_resume_on_what_a_longer_prom
     resumed = request_of(manager, "resumed", list(range(prompt)))
     resumed.append_output_token_ids(list(range(prompt, 40)))
     assert manager.get_computed_blocks(resumed)[1] == (prompt + window + 1) // 4 * 4
+
+
+def _full_and_states() -> KVCacheManager:
+    config = CacheConfig.uniform(60, [FullAttention(block_size=4), Mamba(block_size=4, num_speculative_states=1)])
+    return KVCacheManager(config, max_model_len=64)
+
+
+def test_a_failed_load_is_reported_while_its_blocks_are_held() -> None:
+    """After `free` an id may be another request's already: what is computed from it could not be found."""
+    manager = KVCacheManager(CacheConfig.uniform(20, [FullAttention(block_size=4)]), max_model_len=64)
+    request = Request("a", range(10), block_hasher=BlockHasher.for_config(manager.kv_cache_config))
+    assert manager.allocate_slots(request, 2, num_external_computed_tokens=8) is not None
+    ids = manager.get_block_ids("a")[0]
+    request.num_computed_tokens = 10
+    manager.free(request)
+    index = manager.block_pool.index()
+    for bad in (ids[:1], [0], [19]):
+        with pytest.raises(BlockStateError, match="before its request is freed"):
+            manager.invalidate_blocks(bad)
+    assert manager.block_pool.index() == index
+
+
+def test_a_popped_block_can_be_reported() -> None:
+    manager = KVCacheManager(CacheConfig.uniform(20, [FullAttention(block_size=4)]), max_model_len=64)
+    request = Request("a", range(10), block_hasher=BlockHasher.for_config(manager.kv_cache_config))
+    assert manager.allocate_slots(request, 10) is not None
+    request.num_computed_tokens = 10
+    popped = manager.pop_blocks_for_free(request)
+    assert manager.invalidate_blocks(popped) == {}
+    assert not manager.block_pool.index()
+    manager.block_pool.free_blocks(reversed(popped))
+
+
+@pytest.mark.parametrize(
+    "make", [_full_and_states, lambda: KVCacheManager(CacheConfig.uniform(60, [FULL]), max_model_len=64)]
+)
+def test_blocks_that_hold_only_lookahead_ask_for_nothing_computed(make: Callable[[], KVCacheManager]) -> None:
+    manager = make()
+    request = Request("a", range(8), block_hasher=BlockHasher.for_config(manager.kv_cache_config))
+    assert manager.allocate_slots(request, 8, num_lookahead_tokens=20) is not None
+    request.num_computed_tokens = 8
+    last = manager.get_block_ids("a")[0][-1]
+    assert manager.invalidate_blocks([last]) in ({"a": 8}, {"a": 0})
+    request.num_computed_tokens = 8
+    check_manager(manager)
+
+
+def test_another_requests_hit_is_refused() -> None:
+    """Nothing has been evicted since it was found, so only a look at its hash tells."""
+    manager = KVCacheManager(CacheConfig.uniform(60, [FULL, FULL]), max_model_len=64)
+    hasher = BlockHasher.for_config(manager.kv_cache_config)
+    first = Request("first", range(20), block_hasher=hasher)
+    assert manager.allocate_slots(first, 20) is not None
+    hit, num_hit = manager.get_computed_blocks(Request("same", range(20), block_hasher=hasher))
+    other = Request("other", range(100, 120), block_hasher=hasher)
+    with pytest.raises(InvalidRequestError, match="another request's"):
+        manager.allocate_slots(other, 20 - num_hit, num_hit, hit)
+    assert manager.live_requests() == [first]
+    check_manager(manager)
+
+
+def test_a_late_signal_for_a_request_whose_id_is_in_use_again_commits_nothing() -> None:
+    manager = KVCacheManager(CacheConfig.uniform(60, [FULL]), max_model_len=200)
+    hasher = BlockHasher.for_config(manager.kv_cache_config)
+    aborted, new = (Request("a", range(start, start + 120), block_hasher=hasher) for start in (0, 500))
+    for request in (aborted, new):
+        options: dict[str, Any] = {"num_external_computed_tokens": 112, "delay_cache_blocks": True}
+        assert manager.allocate_slots(request, 1, **options) is not None
+        if request is aborted:
+            manager.free(aborted)
+    with pytest.raises(InvalidRequestError, match="in use by another live request"):
+        manager.cache_blocks(aborted, 112)
+    assert not manager.block_pool.index()
+    manager.cache_blocks(new, 112)
+    assert len(manager.block_pool.index()) == 28
+
+
+def test_caching_past_the_table_keeps_the_loads_mark() -> None:
+    manager = KVCacheManager(CacheConfig.uniform(60, [FULL]), max_model_len=200)
+    request = Request("a", range(120), block_hasher=BlockHasher.for_config(manager.kv_cache_config))
+    assert manager.allocate_slots(request, 1, num_external_computed_tokens=16, delay_cache_blocks=True) is not None
+    with pytest.raises(InvalidRequestError, match="slots for 20"):
+        manager.cache_blocks(request, 100)
+    request.num_computed_tokens = 17
+    assert manager.allocate_slots(request, 3) is not None
+    assert not manager.block_pool.index()  # nothing of the load has arrived

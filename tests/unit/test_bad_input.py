@@ -21,7 +21,6 @@ from kvpager import (
     FullAttention,
     GroupSpec,
     InvalidRequestError,
-    InvariantError,
     KVCacheManager,
     KVPagerError,
     Mamba,
@@ -234,7 +233,7 @@ def test_hits_that_do_not_fit(manager: KVCacheManager, request_a: Request) -> No
         ((request_a, 2, 8, hit), ["holds blocks already"]),
     ):
         raises_and_changes_nothing(manager, InvalidRequestError, words, allocate(*arguments))
-    raises_and_changes_nothing(manager, InvariantError, ["group 0", "4"], allocate(request_b, 2, 4, hit))
+    raises_and_changes_nothing(manager, InvalidRequestError, ["group 0", "4"], allocate(request_b, 2, 4, hit))
 
 
 def test_a_hit_that_was_evicted_since(manager: KVCacheManager, request_a: Request) -> None:

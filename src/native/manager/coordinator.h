@@ -293,7 +293,8 @@ public:
         live_.remove(live.key);
         return blocks;
     }
-    // The blocks hold garbage: they and all that any holder computed from them leave the index. Gives each holder and
+    // The blocks hold garbage: they and all that any holder computed from them leave the index. Each live request's
+    // `num_computed_tokens` must be up to date. Gives each holder and
     // its first token to compute again (0: what it would go on from is gone). O(held blocks)
     std::vector<std::pair<const LiveRequest*, int64_t>> invalidate(std::span<const BlockId> blocks) {
         std::vector<bool> is_bad(static_cast<size_t>(pool_.num_blocks()));
@@ -320,6 +321,9 @@ public:
         pool_.evict_blocks(bad);
         for (auto& [holder, token] : first) {
             LiveRequest& live = *live_.find(holder->key);
+            // Behind what is computed or being loaded lies nothing yet.
+            token = std::min(token, live.commit_limit ? std::max(live.num_computed_tokens, live.load_end)
+                                                      : live.num_computed_tokens);
             bool can_resume = true;
             for (size_t i = 0; i < groups_.size(); ++i) {
                 can_resume &= groups_[i].can_resume(pool_, live.tables[i], token, live.num_prompt_tokens);
@@ -454,8 +458,10 @@ private:
         for (size_t i = 0; i < groups_.size(); ++i) {
             int64_t num_blocks = std::ssize(*hit.blocks[i]), block_size = block_sizes_[i];
             if (num_blocks * block_size == demand.num_hit_tokens) continue;
-            fail(ErrorKind::invariant, "group %zu covers %lld blocks x %lld tokens of a hit of %lld tokens", i,
-                 Long{num_blocks}, Long{block_size}, Long{demand.num_hit_tokens});
+            fail(ErrorKind::invalid_request,
+                 "group %zu covers %lld blocks x %lld tokens of a hit of %lld tokens; pass both answers of "
+                 "get_computed_blocks",
+                 i, Long{num_blocks}, Long{block_size}, Long{demand.num_hit_tokens});
         }
         // If no hash has left the index since, one block tells whose hit it is.
         bool is_fresh = hit.index_version == pool_.index_version();

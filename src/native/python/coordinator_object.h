@@ -203,6 +203,20 @@ public:
     nanobind::dict invalidate(nanobind::handle block_ids) {
         std::vector<BlockId> blocks =
             as_vector(block_ids, [&](nanobind::handle id) { return checked_id(pool_.pool, id); });
+        nanobind::list requests = by_id_.values();
+        std::vector<int64_t> computed =
+            as_vector(requests, [&](nanobind::handle one) { return reader_.num_computed_tokens(one.ptr()); });
+        for (BlockId block : blocks) {
+            if (pool_.pool.ref_count(block) > 0) continue;
+            raise(
+                ErrorKind::block_state,
+                "block %d is neither held nor popped, so it may be somebody else's by now; report a failed load before "
+                "its request is freed, or admit with delay_cache_blocks and commit once it has arrived",
+                block);
+        }
+        for (size_t i = 0; i < computed.size(); ++i) {
+            if (LiveRequest* live = core_.find(requests[i].ptr())) live->num_computed_tokens = computed[i];
+        }
         auto holders = core_.invalidate(blocks);
         nanobind::dict first;
         for (const auto& [holder, token] : holders) first[name_of(*holder)] = token;

@@ -7,7 +7,7 @@ namespace kvpager {
 // By ErrorKind.
 static constexpr const char* names[] = {"ConfigError",         "InvalidRequestError", "DuplicateRequestError",
                                         "UnknownRequestError", "UnknownBlockError",   "BlockStateError",
-                                        "OutOfBlocksError",    "InvariantError"};
+                                        "OutOfBlocksError"};
 static PyObject* exceptions[std::size(names)];
 
 PyObject* exception_of(ErrorKind kind) { return exceptions[static_cast<size_t>(kind)]; }

@@ -178,7 +178,9 @@ class SchedulerManager:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """A load into these blocks failed: they and all that any holder computed from them leave the index."""
-        self.manager.invalidate_blocks(block_id for block_id in block_ids if block_id != NULL_BLOCK)
+        pool = self.manager.block_pool
+        # What nobody holds any more is nobody's to invalidate: it was never committed, or its request is gone.
+        self.manager.invalidate_blocks(block_id for block_id in block_ids if pool.ref_count(block_id) > 0)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """A request's block table. vLLM's scheduler asks for it only when loads have failed."""
