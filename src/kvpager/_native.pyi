@@ -132,11 +132,6 @@ class BlockPool:
     def reserved_blocks(self) -> frozenset[int]:
         """The blocks that ``reserve`` took. O(reserved)."""
 
-    # -- states --------------------------------------------------------------------------------
-
-    def is_computing(self, block_id: int) -> bool:
-        """Whether the block holds a state that this very step computes: no hit yet. O(1)."""
-
     def new_step_starts(self) -> None:
         """What the step before was computing is computed now. O(states)."""
 
@@ -160,20 +155,11 @@ class BlockPool:
     def reset_prefix_cache(self) -> bool:
         """Empty the index if no block is in use; False, and nothing changed, otherwise. O(pool)."""
 
-    def clear_index(self) -> None:
-        """Take every block out of the index, in use or not. O(pool)."""
-
     def reserve(self, num_blocks: int) -> list[int]:
         """Take blocks from the front of the queue for good. O(num_blocks)."""
 
     def take_new_block_ids(self) -> list[int]:
         """The blocks noted since the last call, each once: at most the pool's, however long nobody asks."""
-
-    # -- events --------------------------------------------------------------------------------
-
-    @property
-    def logs_events(self) -> bool:
-        """Whether changes of the index are recorded."""
 
     def take_events(self) -> list[KVCacheEvent]:
         """The changes since the last call, in order."""

@@ -126,14 +126,10 @@ public:
     }
     // Whether the cache could hold a sequence that has it for itself. O(groups)
     bool length_fits(int64_t num_tokens, int64_t num_prompt_tokens, int64_t num_lookahead, int64_t num_encoder) const {
-        int64_t main = std::min(num_tokens, options_.max_model_len);
-        TokenRanges tokens{.num_local = 0,
-                           .num_computed = 0,
-                           .num_start = 0,
-                           .num_main = main,
-                           .num_slots = std::min(main + num_lookahead, options_.max_model_len),
-                           .num_prompt_tokens = num_prompt_tokens,
-                           .num_encoder_tokens = num_encoder};
+        RequestSnapshot request{.num_prompt_tokens = num_prompt_tokens, .num_tokens = num_tokens};
+        TokenRanges tokens = ranges(
+            request,
+            {.num_new_tokens = num_tokens, .num_lookahead_tokens = num_lookahead, .num_encoder_tokens = num_encoder});
         int64_t need = 0;
         for (const SingleTypeKVCacheManager& group : groups_) {
             need += group.most_held(tokens, max_step(num_lookahead));

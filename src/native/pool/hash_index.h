@@ -49,8 +49,7 @@ public:
     }
     void prefetch_digest(BlockId block) const { prefetch(digest(block)); }
 
-    // The oldest block that carries the hash, or the null block.
-    BlockId find(uint32_t tag, Digest digest, GroupId group) const { return find_from(home(tag), tag, digest, group); }
+    // The oldest block that carries the hash, or the null block: from the slot that `prefetch_candidate` gave.
     BlockId find_from(size_t slot, uint32_t tag, Digest digest, GroupId group) const {
         for (; slots_[slot].block != null_block; slot = after(slot)) {
             if (slots_[slot].tag == tag && carries(slots_[slot].block, digest, group)) return slots_[slot].block;

@@ -32,6 +32,26 @@ bool is_true(nb::handle value) {
     return truth != 0;
 }
 
+template <typename Value>
+using Handle = nb::handle;
+
+// A method of a kind whose arguments are counts of these names, the first one of at least `first_at_least`.
+template <int64_t first_at_least = 0, typename Answer, typename... Counts, typename... Names>
+auto question(Answer (AttentionKind::*method)(Counts...) const, Names... names) {
+    return [=](const AttentionKind& self, Handle<Counts>... values) -> nb::object {
+        int64_t at_least = first_at_least;
+        auto next = [&](nb::handle value, const char* name) {
+            return int_argument(value, name, std::exchange(at_least, 0));
+        };
+        std::tuple<Counts...> counts{next(values, names)...};  // in this order
+        Answer answer = std::apply([&](auto... given) { return (self.*method)(given...); }, counts);
+        if constexpr (std::is_same_v<Answer, Range>)
+            return as_python_range(answer);
+        else
+            return nb::int_(answer);
+    };
+}
+
 void bind_kind(nb::module_& module) {
     using Kind = AttentionKind;
     nb::class_<Kind>(module, "AttentionKind", nb::is_final())
@@ -51,29 +71,15 @@ void bind_kind(nb::module_& module) {
             },
             nb::kw_only(), "content"_a, "block_size"_a, "lag"_a.none(), "span"_a, "num_speculative_states"_a,
             "keeps_prompt"_a, "needs_whole_prefix"_a)
-        .def(
-            "dead",
-            [](const Kind& self, nb::handle computed, nb::handle prompt) {
-                return as_python_range(self.dead(int_argument(computed, "num_computed_tokens", -max_count),
-                                                 count(prompt, "num_prompt_tokens")));
-            },
-            "num_computed_tokens"_a, "num_prompt_tokens"_a)
-        .def(
-            "needed_for_hit",
-            [](const Kind& self, nb::handle tokens) {
-                return as_python_range(self.needed_for_hit(count(tokens, "num_tokens")));
-            },
-            "num_tokens"_a)
-        .def(
-            "num_positions",
-            [](const Kind& self, nb::handle slots, nb::handle encoder) {
-                return self.num_positions(count(slots, "num_slots"), count(encoder, "num_encoder_tokens"));
-            },
-            "num_slots"_a, "num_encoder_tokens"_a)
-        .def(
-            "num_slots",
-            [](const Kind& self, nb::handle positions) { return self.num_slots(count(positions, "num_positions")); },
-            "num_positions"_a)
+        .def("dead", question<-max_count>(&Kind::dead, "num_computed_tokens", "num_prompt_tokens"),
+             "num_computed_tokens"_a, "num_prompt_tokens"_a)
+        .def("needed_for_hit", question(&Kind::needed_for_hit, "num_tokens"), "num_tokens"_a)
+        .def("num_positions", question(&Kind::num_positions, "num_slots", "num_encoder_tokens"), "num_slots"_a,
+             "num_encoder_tokens"_a)
+        .def("num_slots", question(&Kind::num_slots, "num_positions"), "num_positions"_a)
+        .def("most_held",
+             question(&Kind::most_held, "num_slots", "max_step", "num_prompt_tokens", "num_encoder_tokens"),
+             "num_slots"_a, "max_step"_a, "num_prompt_tokens"_a, "num_encoder_tokens"_a)
         .def(
             "step_starts_to_check",
             [](const Kind& self, nb::handle first, nb::handle last, nb::handle prompt) {
@@ -83,14 +89,7 @@ void bind_kind(nb::module_& module) {
                                           [&](int64_t start) { starts.push_back(start); });
                 return as_list(starts);
             },
-            "first"_a, "last"_a, "num_prompt_tokens"_a)
-        .def(
-            "most_held",
-            [](const Kind& self, nb::handle slots, nb::handle step, nb::handle prompt, nb::handle encoder) {
-                return self.most_held(count(slots, "num_slots"), int_argument(step, "max_step", 1),
-                                      count(prompt, "num_prompt_tokens"), count(encoder, "num_encoder_tokens"));
-            },
-            "num_slots"_a, "max_step"_a, "num_prompt_tokens"_a, "num_encoder_tokens"_a);
+            "first"_a, "last"_a, "num_prompt_tokens"_a);
 }
 
 void bind_group(nb::module_& module) {

@@ -23,12 +23,6 @@ public:
     }
 
     const HashSource& source() const { return source_; }
-    GroupHashes of_group(int64_t hashes_per_block) const {
-        if (hashes_per_block < 1) {
-            raise(ErrorKind::invalid_request, "stride must be at least 1, got %lld", Long{hashes_per_block});
-        }
-        return GroupHashes(source_, hashes_per_block);
-    }
 
     // The same hashes as something that is read without running Python.
     static nanobind::object in_place(nanobind::handle source) {

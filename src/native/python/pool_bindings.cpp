@@ -183,7 +183,6 @@ void bind_questions(PoolClass& pool) {
         .def_prop_ro("num_held", asks([](const BlockPool& self) { return self.num_held(); }))
         .def_prop_ro("num_evictions", asks([](const BlockPool& self) { return self.num_evictions(); }))
         .def_prop_ro("generation", asks([](const BlockPool& self) { return self.index_version(); }))
-        .def_prop_ro("logs_events", asks([](const BlockPool& self) { return self.logs_changes(); }))
         .def_prop_ro("usage", asks(usage_of))
         .def("free_queue", asks([](const BlockPool& self) {
                  std::vector<BlockId> order;
@@ -202,7 +201,6 @@ void bind_questions(PoolClass& pool) {
     };
     of_block("ref_count", [](const BlockPool& self, BlockId block) { return self.ref_count(block); });
     of_block("outside_count", [](const BlockPool& self, BlockId block) { return self.external_count(block); });
-    of_block("is_computing", [](const BlockPool& self, BlockId block) { return self.is_computing(block); });
     of_block("block_hash", hash_of);
     of_block("block_group", [](const BlockPool& self, BlockId block) {
         return self.is_cached(block) ? std::optional(self.group_of(block)) : std::nullopt;
@@ -235,7 +233,6 @@ void bind_blocks_by_id(PoolClass& pool) {
             "block_ids"_a)
         .def("reset_prefix_cache",
              [](PoolObject& self) { return told(self, [](BlockPool& verbs) { return verbs.reset_prefix_cache(); }); })
-        .def("clear_index", [](PoolObject& self) { told(self, [](BlockPool& verbs) { verbs.clear_index(); }); })
         .def(
             "reserve",
             [](PoolObject& self, int64_t num_blocks) {
