@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -152,3 +154,17 @@ def test_a_bad_size_is_refused_with_what_came_and_what_is_allowed(
     with pytest.raises(ConfigError) as error:
         make()
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_a_kind_can_be_copied_and_sent_to_another_process(spec: AttentionSpec) -> None:
+    spec.dead(10, 5)  # it has its compiled rule by now
+    for copied in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
+        assert copied == spec and hash(copied) == hash(spec)
+        assert copied.dead(40, 20) == spec.dead(40, 20)
+
+
+@pytest.mark.parametrize("name", ["block_size", "page_bytes", "window"])
+def test_sizes_have_an_upper_bound(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at most"):
+        SlidingWindow(**{"block_size": 4, "window": 8, name: 2**41})

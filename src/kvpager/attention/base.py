@@ -71,11 +71,13 @@ class AttentionSpec:
         self._require("page_bytes", self.page_bytes, 0)
 
     def _require(self, name: str, value: object, at_least: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or not at_least <= value <= MAX_COUNT:
-            raise ConfigError(
-                f"{type(self).__name__}.{name} must be an integer of at least {at_least} and at most 2**40, "
-                f"got {value!r}"
-            )
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise ConfigError(f"{type(self).__name__}.{name} must be an integer of at least {at_least}, got {value!r}")
+        if value > MAX_COUNT:
+            raise ConfigError(f"{type(self).__name__}.{name} must be at most {MAX_COUNT} (2**40), got {value!r}")
+
+    def __getstate__(self) -> dict[str, object]:  # to a process pool, say: the rule is made again there
+        return {name: value for name, value in vars(self).items() if name != "rule"}
 
     # -- what sets the kinds apart ------------------------------------------------------------
 
