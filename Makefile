@@ -7,7 +7,7 @@ ORACLE ?= $(HOME)/.cache/kvpager/oracle
 SANITIZED := build/sanitize-site
 export PIP_NO_INPUT = 1
 
-.PHONY: help demo demo-engine test lint unit mutants bench sanitize test-oracle test-vllm test-engine wheel clean
+.PHONY: help demo demo-engine test lint native unit mutants bench sanitize test-oracle test-vllm test-engine wheel clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -36,7 +36,7 @@ demo: $(VENV)/made  ## replay the built-in workload
 demo-engine: $(VENV)/engine-made  ## answer chats with a real model, with and without prefix caching
 	$(BIN)/kvpager generate --compare
 
-test: lint unit sanitize  ## everything a change must pass
+test: lint native unit sanitize  ## everything a change must pass
 
 # -- parts of it -----------------------------------------------------------------------------------
 
@@ -45,6 +45,9 @@ lint: $(VENV)/made
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvpager._native --mypy-config-file pyproject.toml --allowlist tests/stubtest_allowlist.txt
+
+native: $(VENV)/made  ## the compiled core's own tests, in C++
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/native/run.sh
 
 unit: $(VENV)/engine-made  ## all tests, the engine's with real weights among them
 	$(BIN)/python -m coverage run -m pytest -q

@@ -1,8 +1,9 @@
 #!/bin/sh
-# The extension's tests once under AddressSanitizer and UndefinedBehaviorSanitizer.
+# The core's own tests, its random lives and the extension's tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 #   tests/sanitize.sh PYTHON SITE     PYTHON has the build tools; the instrumented package goes to SITE
 set -eu
 python=$1 site=$2
+PATH="$(cd "$(dirname "$(command -v "$python")")" && pwd):$PATH" sh tests/native/run.sh sanitize
 rm -rf "$site"
 "$python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -C build-dir=build/sanitize \
   -C cmake.define.KVPAGER_SANITIZE=ON -C cmake.build-type=Debug --target "$site" .

@@ -16,5 +16,5 @@ cmake -S tests/native -B "$build" -G Ninja -DKVPAGER_SANITIZE=$sanitize >"$build
 cmake --build "$build" >"$build.log" 2>&1 || { cat "$build.log" >&2; exit 1; }
 KVPAGER_SEED=$seed "$build/core_tests"
 if [ $sanitize = ON ]; then
-  "$build/core_fuzz" --runs "${KVPAGER_FUZZ_RUNS:-20000}" --seed "$seed"
+  "$build/core_fuzz" --runs "${KVPAGER_FUZZ_RUNS:-15000}" --seed "$seed"
 fi
