@@ -392,6 +392,20 @@ TEST_CASE("what a load brings is cached at once, or only once it has arrived") {
     }
 }
 
+TEST_CASE("steps beyond a load that is under way commit nothing behind it") {
+    Cache cache({full(4)}, 20);
+    Request request(prompt_a, 4, 24);
+    Demand demand{.num_new_tokens = 4, .num_external_tokens = 12, .delays_commit = true};
+    REQUIRE(cache.allocate(request, demand) == Outcome::allocated);
+    request.numbers.num_computed_tokens = 16;
+    CHECK(cache.step(request, 4) == Outcome::allocated);
+    CHECK(cache.live(request).tables[0].num_committed == 0);
+    cache.coordinator.cache_blocks(cache.live(request), request.numbers, 12);
+    CHECK(cache.live(request).tables[0].num_committed == 3);
+    CHECK(cache.step(request, 4) == Outcome::allocated);
+    CHECK(cache.live(request).tables[0].num_committed == 6);
+}
+
 TEST_CASE("what a load did not bring is computed after all, and cached then") {
     Cache cache({full(4)}, 20);
     Request request(prompt_a, 4, 20);

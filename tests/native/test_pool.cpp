@@ -253,6 +253,33 @@ TEST_CASE("hashes that share a home in the index do not hide each other") {
     }
 }
 
+TEST_CASE("neighbours in the index survive each other's eviction, past the end of the table too") {
+    Random random(test_seed());
+    for (int life = 0; life < 200; ++life) {
+        constexpr BlockId num_blocks = 9;
+        std::vector<Block> blocks(num_blocks);
+        HashIndex index(blocks.data(), num_blocks);
+        // Tags that belong into the last slots and the first: those that are pushed on go round.
+        std::vector<Hash> hashes;
+        for (uint64_t number = 0; std::ssize(hashes) < num_blocks; ++number) {
+            uint32_t tag = index.tag(hash_of(number).bytes, 0);
+            if (tag > 0xf0000000u || tag < 0x08000000u) hashes.push_back(hash_of(number));
+        }
+        std::vector<bool> is_in(num_blocks);
+        for (int turn = 0; turn < 60; ++turn) {
+            BlockId block = static_cast<BlockId>(random.between(1, num_blocks - 1));
+            size_t at = static_cast<size_t>(block);
+            Digest digest = hashes[at].bytes;
+            REQUIRE((is_in[at] ? index.erase(block) : index.insert(block, index.tag(digest, 0), digest, 0)));
+            is_in[at] = !is_in[at];
+            for (BlockId other = 1; other < num_blocks; ++other) {
+                Digest wanted = hashes[static_cast<size_t>(other)].bytes;
+                REQUIRE(index.find(index.tag(wanted, 0), wanted, 0) == (is_in[static_cast<size_t>(other)] ? other : null_block));
+            }
+        }
+    }
+}
+
 // -- eviction -------------------------------------------------------------------------------------
 
 TEST_CASE("an allocation that overwrites a cached block evicts it") {
