@@ -500,15 +500,18 @@ private:
         look_up(request);
         const Match& match = hit_.match;
         int64_t most = std::max<int64_t>(0, request.numbers.num_tokens);
-        std::vector<Match> each = coordinator_.match_each(request.numbers.hashes, most);
+        std::vector<int64_t> alone;
+        for (const SingleTypeKVCacheManager& group : coordinator_.groups()) {
+            alone.push_back(coordinator_.match_alone(request.numbers.hashes, most, group).num_tokens);
+        }
         require_unchanged(before, "a look-up changed something");
         for (size_t i = 0; i < kinds_.size(); ++i) {
             const SingleTypeKVCacheManager& group = coordinator_.groups()[i];
             require_equal(std::ssize(match.blocks[i]) * kinds_[i].block_size, match.num_tokens, "a hit covers the same tokens");
             require_equal(match.num_tokens % group.options.alignment, 0, "a hit is aligned");
-            require(each[i].num_tokens >= match.num_tokens, "a group alone hits at least as much");
+            require(alone[i] >= match.num_tokens, "a group alone hits at least as much");
             GroupHashes hashes(request.numbers.hashes, group.options.hashes_per_block);
-            require(pool_.serves(match.blocks[i], group.id(), hashes), "a hit is served");
+            require(pool_.serves(match.blocks[i], group.id(), hashes, false), "a hit is served");
             Range needed = kinds_[i].needed_for_hit(match.num_tokens);
             for (int64_t position = needed.start; position < needed.stop; ++position) {
                 require(match.blocks[i].at(static_cast<size_t>(position)) != null_block, "a hit has what it reads");

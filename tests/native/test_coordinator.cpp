@@ -187,7 +187,7 @@ TEST_CASE("a hit without blocks, of another length or for somebody live is refus
     Match match = cache.find(late);
     Hit hit = cache.hit_of(match);
     CHECK(cache.refusal([&] { cache.allocate(late, {.num_new_tokens = 1, .num_hit_tokens = 8}); }) == ErrorKind::invalid_request);
-    CHECK(cache.refusal([&] { cache.allocate(late, {.num_new_tokens = 1, .num_hit_tokens = 4}, hit); }) == ErrorKind::invariant);
+    CHECK(cache.refusal([&] { cache.allocate(late, {.num_new_tokens = 1, .num_hit_tokens = 4}, hit); }) == ErrorKind::invalid_request);
     first.numbers.num_computed_tokens = 0;
     CHECK(cache.refusal([&] { cache.allocate(first, {.num_new_tokens = 1, .num_hit_tokens = 8}, hit); }) == ErrorKind::invalid_request);
 }
@@ -540,8 +540,10 @@ TEST_CASE("each group's own hit is no shorter than that of all") {
     Request first(prompt_a, 4, 24), again(prompt_a, 4, 25);
     cache.admit(first);
     cache.pool.evict_blocks(std::vector<BlockId>{cache.table(first, 1)[5]});
-    std::vector<Match> each = cache.coordinator.match_each(again.numbers.hashes, 24);
-    CHECK((each[0].num_tokens == 24 && each[1].num_tokens == 20));
+    auto alone = [&](size_t i) {
+        return cache.coordinator.match_alone(again.numbers.hashes, 24, cache.coordinator.groups()[i]).num_tokens;
+    };
+    CHECK((alone(0) == 24 && alone(1) == 20));
     CHECK(cache.find(again).num_tokens == 20);
 }
 
@@ -604,7 +606,7 @@ TEST_CASE("a cache that cannot hit looks nothing up and commits nothing") {
     coordinator.allocate(&request, &request, request.numbers, {.num_new_tokens = 20}, {});
     CHECK(coordinator.stored().empty());
     CHECK(coordinator.match(request.numbers.hashes, 19).num_tokens == 0);
-    CHECK(coordinator.match_each(request.numbers.hashes, 19)[0].num_tokens == 0);
+    CHECK(coordinator.match_alone(request.numbers.hashes, 19, coordinator.groups()[0]).num_tokens == 0);
     CHECK(pool.num_held() == 1);
 }
 
@@ -619,10 +621,10 @@ TEST_CASE("a group at another's place is refused") {
 TEST_CASE("the tokens that a call may commit are told before it") {
     Cache cache({full(4)}, 20);
     Request request(prompt_a, 4, 22);
-    Range tokens = cache.coordinator.tokens_to_commit(nullptr, request.numbers, {.num_new_tokens = 10});
+    Range tokens = cache.coordinator.tokens_to_commit(nullptr, 0, 10);
     CHECK((tokens.start == 0 && tokens.stop == 8));
     cache.step(request, 10);
-    tokens = cache.coordinator.tokens_to_commit(&cache.live(request), request.numbers, {.num_new_tokens = 12});
+    tokens = cache.coordinator.tokens_to_commit(&cache.live(request), 10, 22);
     CHECK((tokens.start == 8 && tokens.stop == 20));
     tokens = cache.coordinator.tokens_to_commit(&cache.live(request), 10, 11);
     CHECK(tokens.size() == 0);

@@ -8,29 +8,6 @@ namespace kvpager {
 
 namespace {
 
-// Token ids in a vector; a negative one is none.
-class Tokens final : public TokenSource {
-public:
-    Tokens(std::vector<int64_t> ids) : ids_(std::move(ids)) {}
-    size_t size() const override { return ids_.size(); }
-    size_t load(size_t first, size_t count, uint32_t* out) const override {
-        for (size_t i = 0; i < count; ++i) {
-            if (ids_.at(first + i) < 0) return first + i;
-            out[i] = static_cast<uint32_t>(ids_[first + i]);
-        }
-        return npos;
-    }
-    size_t find_bad(size_t first) const override {
-        for (size_t i = first; i < ids_.size(); ++i) {
-            if (ids_[i] < 0) return i;
-        }
-        return npos;
-    }
-
-private:
-    std::vector<int64_t> ids_;
-};
-
 std::vector<uint8_t> bytes_of(const std::string& hex) {
     std::vector<uint8_t> bytes;
     std::string digits;
@@ -51,12 +28,12 @@ Hash hash_in(const std::string& hex) {
     return hash;
 }
 
-// Hashes what is full; gives the first bad token.
-size_t extend(HashChain& chain, const Tokens& tokens, std::vector<Suffix> suffixes = {}) {
-    HashChain::Extension extension = chain.extension(tokens.size());
-    size_t bad = chain.compute(tokens, suffixes, extension);
-    if (bad == TokenSource::npos) chain.append(std::move(extension));
-    return bad;
+using Tokens = std::vector<uint32_t>;
+
+// Hashes what is full by now; `tokens` is the whole sequence.
+void extend(HashChain& chain, const Tokens& tokens, std::vector<Suffix> suffixes = {}) {
+    std::span<const uint32_t> rest(tokens);
+    chain.append(chain.compute(chain.last(), rest.subspan(std::min(chain.first_token(), tokens.size())), suffixes));
 }
 
 std::vector<Hash> all_of(const HashChain& chain) { return {chain.all().begin(), chain.all().end()}; }
@@ -100,8 +77,8 @@ TEST_CASE("a chain that grows in pieces is the one hashed in one go") {
         // Sizes around those where a message's padding takes another block of SHA-256.
         size_t block_size = static_cast<size_t>(random.between(1, 40)), size = block_size * 6;
         HashFormat format = random.percent(50) ? HashFormat::cbor : HashFormat::canonical;
-        std::vector<int64_t> tokens;
-        for (size_t i = 0; i < size; ++i) tokens.push_back(random.between(0, random.percent(50) ? 30 : 0xffffffff));
+        Tokens tokens;
+        for (size_t i = 0; i < size; ++i) tokens.push_back(static_cast<uint32_t>(random.between(0, random.percent(50) ? 30 : 0xffffffff)));
         HashChain whole(block_size, hash_of(7), format), pieces(block_size, hash_of(7), format);
         extend(whole, tokens);
         for (size_t given = 0; given < size;) {
@@ -118,7 +95,7 @@ TEST_CASE("a chain that grows in pieces is the one hashed in one go") {
 }
 
 TEST_CASE("every token, the parent, the format and the suffix count") {
-    auto last = [](std::vector<int64_t> tokens, uint64_t parent, HashFormat format, std::vector<uint8_t> suffix) {
+    auto last = [](Tokens tokens, uint64_t parent, HashFormat format, std::vector<uint8_t> suffix) {
         HashChain chain(2, hash_of(parent), format);
         extend(chain, tokens, {Suffix(suffix), Suffix(suffix)});
         return chain.all().back();
@@ -132,22 +109,10 @@ TEST_CASE("every token, the parent, the format and the suffix count") {
     CHECK_FALSE(hash == last({1, 2, 3, 4}, 1, HashFormat::canonical, {0, 0}));
 }
 
-TEST_CASE("the first bad token is named, in a full block or behind the last") {
-    for (HashFormat format : {HashFormat::canonical, HashFormat::cbor}) {
-        HashChain chain(2, hash_of(1), format);
-        CHECK(extend(chain, Tokens({1, 2, 3, -1, -1})) == 3);
-        CHECK(extend(chain, Tokens({1, 2, 3, 4, -1})) == 4);
-        CHECK(chain.all().empty());
-        CHECK(extend(chain, Tokens({1, 2, 3, 4, 0xffffffff})) == TokenSource::npos);
-        CHECK(extend(chain, Tokens({1, 2, 3, 4, -1})) == 4);  // nothing to hash, looked at all the same
-        CHECK(chain.all().size() == 2);
-    }
-}
-
 TEST_CASE("fewer tokens than are hashed change nothing") {
     HashChain chain(2, hash_of(1), HashFormat::canonical);
     extend(chain, Tokens({1, 2, 3, 4}));
-    CHECK(extend(chain, Tokens({1})) == TokenSource::npos);
+    extend(chain, Tokens({1}));
     CHECK(chain.all().size() == 2);
 }
 
@@ -161,8 +126,6 @@ TEST_CASE("a group whose block spans several hashes finds its own at the block's
     GroupHashes two = group_hashes(hashes, 2);
     CHECK(two.num_positions() == 2);
     CHECK(digest_text(two[1]) == digest_text(hashes[3].bytes));
-    CHECK_THROWS_AS(two.require(0, 3), Error);
-    two.require(0, 2);
 }
 
 TEST_CASE("a host's own hashes are read one by one, and what is none is refused") {

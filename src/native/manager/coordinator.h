@@ -289,8 +289,8 @@ public:
         live_.remove(live.key);
         return blocks;
     }
-    // The blocks hold garbage: they and all that any holder computed from them leave the index. Each live request's
-    // `num_computed_tokens` must be up to date. Gives each holder and
+    // The blocks hold garbage: they and all that any holder computed from them leave the index. A live
+    // request's `num_computed_tokens` are those after its last call unless the host has said less. Gives each holder and
     // its first token to compute again (0: what it would go on from is gone). O(held blocks)
     std::vector<std::pair<const LiveRequest*, int64_t>> invalidate(std::span<const BlockId> blocks) {
         std::vector<bool> is_bad(static_cast<size_t>(pool_.num_blocks()));
@@ -545,6 +545,7 @@ private:
     // Takes what the plan said; leaves in `lengths_` where each table's new positions begin.
     void apply(LiveRequest& live, const TokenRanges& tokens) {
         lengths_.clear();
+        live.num_computed_tokens = tokens.num_main;  // once the step is over
         for (size_t i = 0; tokens.loads() && i < groups_.size(); ++i)
             groups_[i].extend_loaded(pool_, live.tables[i], tokens);
         for (size_t i = 0; i < groups_.size(); ++i) {

@@ -17,8 +17,8 @@ struct LiveRequest {
     int64_t no_op_until = -1;         // the highest token count up to which a call changes nothing
     std::vector<Table> tables;        // one a group
     const void* name = nullptr;
-    int64_t num_prompt_tokens = 0;          // as it was read last, and so are …
-    int64_t num_computed_tokens = 0;        // … these
+    int64_t num_prompt_tokens = 0;          // as it was read last
+    int64_t num_computed_tokens = 0;        // after its last call, or as the host has said since
     int64_t branch_point = 0;               // see KVCacheCoordinator::match
     bool is_stale = false;                  // its K/V is of weights from before a lazy reset
     std::optional<int64_t> commit_limit{};  // tokens beyond it are still being loaded …
