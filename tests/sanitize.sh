@@ -13,4 +13,4 @@ base=$("$python" -c 'import sys; print(sys._base_executable)')
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
 ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$site:$packages" HYPOTHESIS_PROFILE=sanitize \
   "$base" -s -m pytest -q --capture=sys -p no:cacheprovider tests/unit/test_native_hashing.py tests/unit/test_native_pool.py \
-  tests/unit/test_native_rules.py tests/unit/test_native_steps.py tests/contract/test_pool_lockstep.py tests/contract/test_decode_lockstep.py
+  tests/unit/test_native_steps.py tests/unit/test_one_way.py tests/contract/test_decode_lockstep.py
