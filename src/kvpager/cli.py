@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, BinaryIO, Literal, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 import typer
@@ -20,9 +18,10 @@ from typer.core import TyperGroup
 from .config import CacheConfig
 from .errors import ConfigError, InvariantError, KVPagerError
 from .events import KVCacheEvent
-from .planner import PlanOptions, load_cache_config
+from .planner import Plan, plan
+from .planner.arguments import PlanArguments, with_options
 from .planner.cli import plan_command
-from .planner.units import parse_bytes
+from .planner.units import parse_tokens
 from .replay import (
     NUM_WORKLOAD_REQUESTS,
     Input,
@@ -85,6 +84,7 @@ def _without_engine(missing: str | None) -> Callable[[], None]:
 app = typer.Typer(cls=_Commands, **_APP)
 app.command("plan")(plan_command)
 
+_DEFAULT_STEP = 8192
 _EXIT_INVARIANT = 1
 _EXIT_BAD_INPUT = 2
 
@@ -105,8 +105,16 @@ def main() -> None:
 
 
 @app.callback()
-def _app() -> None:
+def _app(context: typer.Context) -> None:
     """The KV-cache manager of an LLM inference engine, at work on request traces."""
+    context.obj = _lengths_of_trace  # for the planner, which knows no traces
+
+
+def _lengths_of_trace(trace: str) -> Iterator[int]:
+    """Tokens of each request, prompt and output."""
+    for session in read_trace(trace):
+        for request in session.requests:
+            yield request.num_prompt_tokens + request.num_output_tokens
 
 
 def _option(*names: str, help: str, **limits: Any) -> Any:
@@ -117,15 +125,17 @@ def _option(*names: str, help: str, **limits: Any) -> Any:
 class _Common:
     """What replay and sweep share: one field an option, in the order of the help."""
 
-    block_size: Annotated[int, _option("--block-size", help="Tokens in a block.")] = 16
     groups: Annotated[
         str,
         _option("--groups", help="full, mla, sliding:W, chunked:C, mamba[:mode], reference:W, sink:T; joined by +."),
     ] = "full"
-    max_model_len: Annotated[int, _option("--max-model-len", help="Longest sequence, in tokens.")] = 1 << 20
-    max_batched_tokens: Annotated[int, _option("--max-batched-tokens", help="Token budget of a step.")] = 8192
     max_running: Annotated[int, _option("--max-running", help="Most requests that run at once.")] = 256
-    lookahead: Annotated[int, _option("--lookahead", help="Slots kept ahead for a drafter, in tokens.")] = 0
+    model: Annotated[
+        str | None, _option("--model", help="A model's config.json: its layout instead of --groups; with --memory.")
+    ] = None
+    lookahead: Annotated[
+        int | None, _option("--lookahead", help="Slots kept ahead for a drafter, in tokens. Default: --speculative's.")
+    ] = None
     chunked_prefill: Annotated[
         bool, typer.Option("--chunked-prefill/--no-chunked-prefill", help="Spread a prompt over several steps.")
     ] = True
@@ -150,27 +160,6 @@ class _Common:
     ] = False
 
 
-def _with_common(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `_Common` instead of its parameter ``common``."""
-    hints = get_type_hints(_Common, include_extras=True)
-    shared = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(_Common)
-    ]
-    own = inspect.signature(command, eval_str=True).parameters
-
-    def run(**arguments: Any) -> None:
-        common = _Common(**{parameter.name: arguments.pop(parameter.name) for parameter in shared})
-        command(common=common, **arguments)
-
-    functools.update_wrapper(run, command)
-    del run.__wrapped__  # type: ignore[attr-defined]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in own.items() if name != "common"]
-    run.__signature__ = inspect.Signature(parameters + shared)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters + shared}
-    return run
-
-
 _Trace = Annotated[
     str | None,
     typer.Argument(metavar="[TRACE]", help="Trace file or directory, - for stdin; none: a built-in workload."),
@@ -179,20 +168,18 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tab
 
 
 @app.command("replay")
-@_with_common
+@with_options(common=_Common, layout=PlanArguments)
 def _replay(
     *,
     trace: _Trace = None,
     common: _Common,
+    layout: PlanArguments,
     num_blocks: Annotated[int | None, _option("--num-blocks", help="Cache size in blocks (default: 20000).")] = None,
     kv_memory: Annotated[str | None, _option("--kv-memory", help="Cache size as memory, like 40GiB.")] = None,
     kv_bytes_per_token: Annotated[
         int | None, _option("--kv-bytes-per-token", help="K/V bytes of a token, all layers together.")
     ] = None,
-    model: Annotated[
-        str | None, _option("--model", help="A model's config.json: its layout instead of --groups; with --memory.")
-    ] = None,
-    memory: Annotated[str | None, _option("--memory", help="With --model: memory for K/V, like 40GiB.")] = None,
+    memory: Annotated[str | None, _option("--memory", help="With --model: memory of one GPU, like 80GiB.")] = None,
     check: Annotated[int, _option("--check", help="Check all invariants each N steps (0: never).")] = 0,
     as_json: _Json = False,
     plot: Annotated[str | None, _option("--plot", help="Draw usage, requests and hit rate to a .png or .svg.")] = None,
@@ -200,11 +187,11 @@ def _replay(
 ) -> None:
     """Drive scheduler and manager through a trace and report what the cache did."""
     sizes = {"num_blocks": num_blocks, "kv_memory": kv_memory, "kv_bytes_per_token": kv_bytes_per_token}
-    if model is not None or memory is not None:
-        config = _config_of_model(model, memory, common, sizes)
+    if common.model is not None or memory is not None:
+        options = _options_of_model(_plan_of(common, layout, memory, sizes), common, check_every=check)
     else:
-        config = cache_config(common.groups, common.block_size, **sizes)  # type: ignore[arg-type]
-    options = _replay_options(common, config=config, check_every=check)
+        config = cache_config(common.groups, layout.block_size, **sizes)  # type: ignore[arg-type]
+        options = _options_of_groups(config, common, layout, check_every=check)
     if plot is not None:
         check_plot_path(plot)
     sessions = builtin_workload(common.seed) if trace is None else read_trace(trace)
@@ -218,20 +205,24 @@ def _replay(
 
 
 @app.command("sweep")
-@_with_common
+@with_options(common=_Common, layout=PlanArguments)
 def _sweep(
     *,
     trace: _Trace = None,
     common: _Common,
-    num_blocks: Annotated[str, _option("--num-blocks", help="Cache sizes in blocks, like 1000,2000,4000.")],
+    layout: PlanArguments,
+    num_blocks: Annotated[
+        str | None, _option("--num-blocks", help="Cache sizes in blocks, like 1000,2000,4000.")
+    ] = None,
+    memory: Annotated[
+        str | None, _option("--memory", help="With --model: memories of one GPU, like 40GiB,80GiB.")
+    ] = None,
     jobs: Annotated[int | None, _option("--jobs", help="Processes at once (default: one for each CPU).")] = None,
     as_json: _Json = False,
     plot: Annotated[str, _option("--plot", help="Where to draw hit rate against size, .png or .svg.")] = "sweep.png",
 ) -> None:
     """Replay a trace at several cache sizes and draw hit rate against size."""
-    sizes = _sizes(num_blocks)
-    config = cache_config(common.groups, common.block_size, num_blocks=max(sizes))
-    options = _replay_options(common, config=config)
+    options, sizes = _swept(common, layout, num_blocks, memory)
     check_plot_path(plot)
     with _progress("sweep", len(sizes)) as progress:
         reports = sweep(Input(path=trace, seed=common.seed), options, sizes, num_processes=jobs, progress=progress)
@@ -240,25 +231,57 @@ def _sweep(
     _print(rows if as_json else sweep_table(reports), as_json=as_json)
 
 
-def _config_of_model(
-    model: str | None, memory: str | None, common: _Common, sizes: Mapping[str, object]
-) -> CacheConfig:
-    if model is None or memory is None:
+def _plan_of(common: _Common, layout: PlanArguments, memory: str | None, sizes: Mapping[str, object]) -> Plan:
+    if common.model is None or memory is None:
         raise ConfigError("--model and --memory go together: the layout comes from the one, its size from the other")
     if common.groups != _Common.groups or any(size is not None for size in sizes.values()):
         raise ConfigError("--model says layout and size: leave out --groups, --num-blocks and --kv-…")
-    return load_cache_config(
-        model,
-        PlanOptions(memory_bytes=parse_bytes(memory), block_size=common.block_size, max_step=common.max_batched_tokens),
+    return plan(common.model, layout.options(memory, default_step=_DEFAULT_STEP))
+
+
+def _swept(
+    common: _Common, layout: PlanArguments, num_blocks: str | None, memory: str | None
+) -> tuple[ReplayOptions, list[int]]:
+    """What is swept, and the sizes in blocks."""
+    if common.model is not None or memory is not None:
+        memories = [None] if memory is None else memory.split(",")
+        plans = [_plan_of(common, layout, each, {"num_blocks": num_blocks}) for each in memories]
+        return _options_of_model(plans[0], common), [each.num_blocks for each in plans]
+    if num_blocks is None:
+        raise ConfigError("a sweep needs sizes: give --num-blocks 1000,2000, or --model with --memory 40GiB,80GiB")
+    sizes = _sizes(num_blocks)
+    config = cache_config(common.groups, layout.block_size, num_blocks=max(sizes))
+    return _options_of_groups(config, common, layout), sizes
+
+
+def _options_of_model(planned: Plan, common: _Common, **more: Any) -> ReplayOptions:
+    """A replay of one replica of the model: its layout, longest sequence, drafter and encoder tokens."""
+    return _replay_options(
+        common,
+        config=planned.cache_config,
+        max_model_len=planned.max_model_len,
+        max_num_batched_tokens=planned.options.max_step,
+        num_lookahead_tokens=planned.num_drafted if common.lookahead is None else common.lookahead,
+        num_encoder_tokens=planned.num_encoder_tokens,
+        **more,
+    )
+
+
+def _options_of_groups(config: CacheConfig, common: _Common, layout: PlanArguments, **more: Any) -> ReplayOptions:
+    layout.refuse_without_model()
+    return _replay_options(
+        common,
+        config=config,
+        max_model_len=1 << 20 if layout.max_model_len is None else parse_tokens(layout.max_model_len),
+        max_num_batched_tokens=layout.step(_DEFAULT_STEP),
+        num_lookahead_tokens=common.lookahead or 0,
+        **more,
     )
 
 
 def _replay_options(common: _Common, **more: Any) -> ReplayOptions:
     return ReplayOptions(
-        max_model_len=common.max_model_len,
-        max_num_batched_tokens=common.max_batched_tokens,
         max_num_running=common.max_running,
-        num_lookahead_tokens=common.lookahead,
         enable_chunked_prefill=common.chunked_prefill,
         full_sequence_must_fit=common.full_sequence_must_fit,
         watermark=common.watermark,

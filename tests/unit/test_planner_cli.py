@@ -24,6 +24,22 @@ KEYS = [
     "num_blocks",
     "longest_sequence",
     "concurrency",
+    "notes",
+    "config",
+    "model_type",
+    "kv_dtype",
+    "max_model_len",
+    "num_encoder_tokens",
+    "bytes_per_first_token",
+    "states_per_request",
+    "padding_bytes_per_request",
+    "hit_alignment",
+    "num_ranks",
+    "replicas",
+    "cache_bytes",
+    "weights_bytes",
+    "weights_from",
+    "trace",
 ]
 
 

@@ -23,6 +23,11 @@ def planned(config: str | dict[str, Any], **options: Any) -> Plan:
     return plan(source, PlanOptions(**{"memory_bytes": 64 * GIB, **options}))
 
 
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpager.planner.ecosystem.class_of", lambda model_type: None)
+
+
 def fields(name: str, **changes: Any) -> dict[str, Any]:
     """A published configuration with some fields changed; ``...`` takes a field out."""
     config = json.loads((CONFIGS / f"{name}.json").read_text())
@@ -361,10 +366,10 @@ def test_defaults_of_the_model_type_are_noted() -> None:
     [
         ({"model_type": "rwkv9"}, "'rwkv9'"),
         ({"hidden_size": 4}, "model_type"),
-        ({"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}, "text_config.model_type"),
-        (fields("llama-3.1-8b", num_hidden_layers=...), "num_hidden_layers"),
-        (fields("llama-3.1-8b", hidden_size=...), "hidden_size"),
-        (fields("llama-3.1-8b", num_attention_heads=...), "num_attention_heads"),
+        ({"model_type": "mllama", "text_config": {"model_type": "mllama_9"}}, "text_config.model_type"),
+        (fields("qwen2-7b", num_hidden_layers=...), "num_hidden_layers"),
+        (fields("qwen2-7b", hidden_size=...), "hidden_size"),
+        (fields("qwen2-7b", num_attention_heads=...), "num_attention_heads"),
         (fields("llama-3.1-8b", max_position_embeddings=...), "max_position_embeddings"),
         (fields("llama-3.1-8b", num_hidden_layers="32"), "num_hidden_layers"),
         (fields("llama-3.1-8b", num_hidden_layers=0), "num_hidden_layers"),
@@ -403,6 +408,7 @@ def test_defaults_of_the_model_type_are_noted() -> None:
         (fields("whisper-large-v3", decoder_layers=...), "decoder_layers"),
     ],
 )
+@pytest.mark.usefixtures("without_transformers")
 def test_what_is_missing_or_unknown_is_named(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         planned(config)

@@ -3,67 +3,66 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from .plan import DEFAULT_LENGTHS, Plan, PlanOptions, plan
+from ..errors import ConfigError
+from .arguments import PlanArguments, with_options
+from .plan import DEFAULT_LENGTHS, Plan, TraceFit, plan
 from .plot import plot_plan
-from .report import as_json, as_table
-from .units import parse_bytes, parse_tokens
+from .report import as_json, as_table, side_by_side
+from .units import parse_tokens
 
 __all__ = ["plan_command"]
 
 
+@with_options(arguments=PlanArguments)
 def plan_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.json", help="A config.json, or its directory.")],
+    *,
+    context: typer.Context,
+    configs: Annotated[
+        list[Path],
+        typer.Argument(metavar="CONFIG.json...", help="A config.json or its folder; several: side by side."),
+    ],
     memory: Annotated[str, typer.Option(help="Memory of one GPU, or what is measured free on it: 80GiB.")],
-    weights_memory: Annotated[str, typer.Option(help="What weights and the rest take of it: 16GiB.")] = "0",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer.")] = 1,
-    pipeline_parallel: Annotated[int, typer.Option(min=1, help="Stages that share the layers.")] = 1,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="fp16, bf16, fp8 or int8 (with a 4-byte scale a vector). Default: the model's.")
-    ] = None,
-    state_dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16 for recurrent states. Default: the model's.")
-    ] = None,
-    state_mode: Annotated[str, typer.Option(help="States kept: align, all or none.")] = "align",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in the smallest block.")] = 16,
-    max_model_len: Annotated[str | None, typer.Option(help="Longest sequence: 32k. Default: the model's.")] = None,
-    max_step: Annotated[
-        str, typer.Option("--max-num-batched-tokens", help="Most tokens in one step; windows need room for them.")
-    ] = "2k",
+    arguments: PlanArguments,
     lengths: Annotated[str | None, typer.Option(help="Lengths to count requests at: 1k,8k,128k.")] = None,
-    as_json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    trace: Annotated[str | None, typer.Option(help="A trace: how many requests of its lengths at once.")] = None,
+    as_json_object: Annotated[bool, typer.Option("--json", help="Print an object; of several plans a list.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw memory against length to FILE.png or .svg.")] = None,
 ) -> None:
     """How a model's KV cache is laid out, what it costs per token and request, and how much fits."""
-    options = PlanOptions(
-        memory_bytes=parse_bytes(memory),
-        weights_bytes=parse_bytes(weights_memory),
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        kv_dtype=kv_dtype,
-        state_dtype=state_dtype,
-        state_mode=state_mode,  # type: ignore[arg-type]  # PlanOptions checks it
-        block_size=block_size,
-        max_model_len=parse_tokens(max_model_len) if max_model_len is not None else None,
-        max_step=parse_tokens(max_step),
-    )
-    planned = plan(config, options)
-    at = _lengths(lengths, planned)
+    options = arguments.options(memory)
+    plans = [plan(config, options) for config in configs]
+    traces = _traces(plans, context, trace)
     if plot is not None:
-        plot_plan(planned, plot)
+        if len(plans) > 1:
+            raise ConfigError(f"--plot draws one model, {len(plans)} are given; leave one")
+        plot_plan(plans[0], plot)
     if as_json_object:
-        typer.echo(json.dumps(as_json(planned, at)))
+        objects = [as_json(each, _lengths(lengths, [each]), fit) for each, fit in zip(plans, traces, strict=True)]
+        typer.echo(json.dumps(objects[0] if len(objects) == 1 else objects))
+    elif len(plans) == 1:
+        Console().print(as_table(plans[0], _lengths(lengths, plans), traces[0]))
     else:
-        Console().print(as_table(planned, at))
+        Console().print(side_by_side(plans, _lengths(lengths, plans), traces))
 
 
-def _lengths(text: str | None, planned: Plan) -> list[int]:
-    """What the user asked for; otherwise the usual lengths that the model takes, and its longest."""
+def _lengths(text: str | None, plans: Sequence[Plan]) -> list[int]:
+    """What the user asked for; otherwise the usual lengths that the models take, and the longest."""
     if text is not None:
         return [parse_tokens(length) for length in text.split(",")]
-    return sorted({n for n in DEFAULT_LENGTHS if n < planned.max_model_len} | {planned.max_model_len})
+    longest = max(each.max_model_len for each in plans)
+    return sorted({n for n in DEFAULT_LENGTHS if n < longest} | {longest})
+
+
+def _traces(plans: Sequence[Plan], context: typer.Context, trace: str | None) -> list[TraceFit | None]:
+    """The trace against each plan; who builds the command line hands over the reader of traces (``context.obj``)."""
+    if trace is None:
+        return [None] * len(plans)
+    lengths = list(context.obj(trace))
+    return [each.of_lengths(lengths) for each in plans]

@@ -52,7 +52,8 @@ class Group:
 
     def group_spec(self) -> GroupSpec:
         """The group as the manager's configuration has it."""
-        return GroupSpec(layer_names=tuple(layer.name for layer in self.layers), spec=self.spec)
+        names = tuple(layer.name for layer in self.layers)
+        return GroupSpec(layer_names=names, spec=self.spec, is_eagle=any(layer.drafts for layer in self.layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,7 @@ def group_layers(
     max_model_len: int,
     max_step: int,
     num_encoder_tokens: int,
+    num_drafted: int = 0,
 ) -> Grouping:
     """Few groups in which a request costs little, at short and at long context.
 
@@ -115,7 +117,7 @@ def group_layers(
     cheapest (``MAY_COST_MORE``), the one with the fewest groups is taken. O(layers^2).
     """
     kinds = _kinds(layers)
-    specs, page_bytes = _equal_pages(kinds, block_size, state_mode)
+    specs, page_bytes = _equal_pages(kinds, block_size, state_mode, num_drafted)
     blocks = [
         {memory: spec.most_held(length, max_step, length, num_encoder_tokens) for memory, spec in specs.items()}
         for length in (min(SHORT_LENGTH, max_model_len), max_model_len)
@@ -184,7 +186,7 @@ def _fullest(parts: Sequence[tuple[Layer, ...]], ranks: Sequence[range]) -> tupl
 
 
 def _equal_pages(
-    kinds: Iterable[Memory], block_size: int, state_mode: MambaMode
+    kinds: Iterable[Memory], block_size: int, state_mode: MambaMode, num_drafted: int
 ) -> tuple[dict[Memory, AttentionSpec], int]:
     """A spec for each kind, all with the same page.
 
@@ -202,7 +204,7 @@ def _equal_pages(
         if isinstance(memory, AttentionMemory):
             specs[memory] = memory.spec(sizes[memory], page)
         else:
-            specs[memory] = memory.spec(states_every, page, state_mode)
+            specs[memory] = memory.spec(states_every, page, state_mode, num_drafted)
     return specs, page
 
 

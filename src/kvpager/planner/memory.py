@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..attention import (
@@ -34,18 +35,55 @@ def value_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class KVDtype:
-    """How keys and values are stored. ``scale_bytes``: a scale for each vector (one head of one token)."""
+    """How keys and values are stored.
+
+    ``value_bits`` a value; ``scale_bytes`` for each vector (one head of one token), and with ``values_per_scale``
+    that many bytes for each run of so many values instead. ``latent_bytes``: a fixed layout of one latent.
+    """
 
     name: str
-    value_bytes: int
+    value_bits: int
     scale_bytes: int = 0
+    values_per_scale: int | None = None
+    latent_bytes: Mapping[int, int] = field(default_factory=dict, hash=False)
+
+    def vector_bytes(self, size: int) -> int:
+        """Bytes of a vector of ``size`` values with its scales. Raises ``ConfigError`` where they don't pack."""
+        pack = math.lcm(self.values_per_scale or 1, 8 // math.gcd(8, self.value_bits))
+        if size % pack:
+            raise ConfigError(
+                f"{self.name} packs {pack} values together, and a head of {size} is not a multiple of that"
+            )
+        return size * self.value_bits // 8 + self.scale_bytes * (size // (self.values_per_scale or size))
+
+    def one_vector_bytes(self, size: int) -> int:
+        """Bytes of a latent of ``size`` values: one vector for all heads. Raises ``ConfigError``."""
+        if self.latent_bytes:
+            if size not in self.latent_bytes:
+                raise ConfigError(f"{self.name} is a layout for latents of {sorted(self.latent_bytes)}, not of {size}")
+            return self.latent_bytes[size]
+        if self.values_per_scale:
+            raise ConfigError(f"{self.name} is kept for keys and values of heads, not for latents; choose fp8 or bf16")
+        return self.vector_bytes(size)
 
 
+# vLLM 0.25.1: config/cache.py CacheDType, v1/kv_cache_interface.py. fp8 has one scale a tensor, kept with the weights.
 KV_DTYPES = {
-    "fp16": KVDtype(name="fp16", value_bytes=2),
-    "bf16": KVDtype(name="bf16", value_bytes=2),
-    "fp8": KVDtype(name="fp8", value_bytes=1),  # one scale a tensor, kept with the weights
-    "int8": KVDtype(name="int8", value_bytes=1, scale_bytes=4),
+    dtype.name: dtype
+    for dtype in (
+        KVDtype(name="fp16", value_bits=16),
+        KVDtype(name="bf16", value_bits=16),
+        KVDtype(name="fp8", value_bits=8),
+        KVDtype(name="fp8_e4m3", value_bits=8),
+        KVDtype(name="fp8_e5m2", value_bits=8),
+        KVDtype(name="int8", value_bits=8, scale_bytes=4),
+        KVDtype(name="int8_per_token_head", value_bits=8, scale_bytes=4),
+        KVDtype(name="fp8_per_token_head", value_bits=8, scale_bytes=4),
+        KVDtype(name="int4_per_token_head", value_bits=4, scale_bytes=4),
+        KVDtype(name="nvfp4", value_bits=4, scale_bytes=1, values_per_scale=16),
+        # 512 fp8 values, 4 scales of 4 bytes, 64 rotary values of 2 bytes
+        KVDtype(name="fp8_ds_mla", value_bits=8, latent_bytes={576: 656}),
+    )
 }
 
 
@@ -58,6 +96,8 @@ class Rank:
     model_dtype: str
     state_dtype: str | None = None
     """What recurrent states are kept in when the user says so; None: what the model says."""
+    num_drafted: int = 0
+    """Tokens that a drafter proposes: convolutions keep as many inputs more, to take them back."""
 
     def kv_heads(self, num_heads: int) -> int:
         """KV heads on this rank: an even share, or one copy where there are fewer heads than ranks.
@@ -84,22 +124,26 @@ class Rank:
 class AttentionMemory:
     """Keys and values of each token.
 
-    ``num_heads`` KV heads on this rank; each stores ``num_vectors`` vectors (key and value; one for
-    a latent) of ``head_size`` values. ``extent`` (tokens): the window, the chunk, or the encoder's length.
+    ``num_heads`` KV heads on this rank, each with a key of ``head_size`` values and a value of ``value_size``
+    (default: as large). Kind ``mla`` stores one latent of ``head_size`` instead, and ``index_bytes`` beside it where
+    a sparse model's indexer keeps keys of its own. ``extent`` (tokens): the window, the chunk, or the encoder's length.
     """
 
     kind: AttentionKind
     num_heads: int
     head_size: int
     dtype: KVDtype
-    num_vectors: int = 2
+    value_size: int | None = None
+    index_bytes: int = 0
     extent: int | None = None
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token."""
-        vector = self.head_size * self.dtype.value_bytes + self.dtype.scale_bytes
-        return self.num_heads * self.num_vectors * vector
+        if self.kind == "mla":
+            return self.dtype.one_vector_bytes(self.head_size) + self.index_bytes
+        value_size = self.head_size if self.value_size is None else self.value_size
+        return self.num_heads * (self.dtype.vector_bytes(self.head_size) + self.dtype.vector_bytes(value_size))
 
     @property
     def label(self) -> str:
@@ -108,7 +152,7 @@ class AttentionMemory:
             "full": "full",
             "sliding": "window",
             "chunked": "chunked",
-            "mla": "MLA",
+            "mla": "MLA + index" if self.index_bytes else "MLA",
             "cross": "cross",
         }
         return f"{names[self.kind]} {self.extent:,}" if self.extent else names[self.kind]
@@ -145,7 +189,7 @@ class StateTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StateMemory:
-    """A state of fixed size: ``label`` says of what (Mamba 1, Mamba 2, gated delta net, short convolution)."""
+    """A state of fixed size: ``label`` says of what (Mamba 1, Mamba 2, gated delta net, short convolution, …)."""
 
     label: str
     tensors: tuple[StateTensor, ...]
@@ -155,9 +199,9 @@ class StateMemory:
         """Bytes of one state."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    def spec(self, block_size: int, page_bytes: int, mode: MambaMode) -> AttentionSpec:
-        """The kind the manager works with; a block holds one state."""
-        return Mamba(block_size=block_size, page_bytes=page_bytes, mode=mode)
+    def spec(self, block_size: int, page_bytes: int, mode: MambaMode, num_drafted: int) -> AttentionSpec:
+        """The kind the manager works with; a block holds one state, and each drafted token needs one of its own."""
+        return Mamba(block_size=block_size, page_bytes=page_bytes, mode=mode, num_speculative_states=num_drafted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,3 +211,5 @@ class Layer:
     index: int
     name: str
     memory: AttentionMemory | StateMemory
+    drafts: bool = False
+    """Whether the layer belongs to a drafter (EAGLE, MTP) that needs the last hidden state."""

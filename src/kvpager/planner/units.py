@@ -10,7 +10,8 @@ __all__ = ["format_bytes", "format_tokens", "parse_bytes", "parse_tokens"]
 
 _BYTE_UNITS = {
     "": 1, "b": 1,
-    "k": 1024, "kib": 1024, "m": 1024**2, "mib": 1024**2, "g": 1024**3, "gib": 1024**3, "t": 1024**4, "tib": 1024**4,
+    "k": 1024, "ki": 1024, "kib": 1024, "m": 1024**2, "mi": 1024**2, "mib": 1024**2,
+    "g": 1024**3, "gi": 1024**3, "gib": 1024**3, "t": 1024**4, "ti": 1024**4, "tib": 1024**4,
     "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4,
 }  # fmt: skip
 _TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -18,7 +19,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in ``80GiB`` (2**30 each), ``80GB`` (10**9 each) or a plain number. Raises ``ConfigError``."""
+    """Bytes in ``80GiB`` or ``80Gi`` (2**30 each), ``80GB`` (10**9 each) or a plain number. Raises ``ConfigError``."""
     return _parse(text, _BYTE_UNITS, "a size such as 80GiB, 500MB or a number of bytes")
 
 

@@ -38,6 +38,7 @@ class StepTime:
 class ReplayOptions:
     """Cache, scheduler and clock of a replay.
 
+    ``num_encoder_tokens``: what each request's encoder gives (encoder-decoder models).
     ``num_in_flight``: how many requests are kept in flight; None lets them arrive when the trace says.
     ``limit``: only the first so many requests. ``check_every``: all invariants each so many steps
     (0: never). ``expand_ids``: hash made-up tokens even where block ids would do as hashes.
@@ -48,6 +49,7 @@ class ReplayOptions:
     max_num_batched_tokens: int = 8192
     max_num_running: int = 256
     num_lookahead_tokens: int = 0
+    num_encoder_tokens: int = 0
     enable_chunked_prefill: bool = True
     full_sequence_must_fit: bool = True
     watermark: float = 0.0
@@ -63,5 +65,7 @@ class ReplayOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"ReplayOptions.{name} must be at least 1, got {value!r}; leave it out for no limit")
+        if self.num_encoder_tokens < 0:
+            raise ConfigError(f"ReplayOptions.num_encoder_tokens must be at least 0, got {self.num_encoder_tokens!r}")
         if self.check_every < 0:
             raise ConfigError(f"ReplayOptions.check_every must be at least 0 steps, got {self.check_every!r}")

@@ -121,6 +121,7 @@ class _Replay:
             max_tokens=max(1, record.num_output_tokens),
             arrival_time=arrival.time,
         )
+        request.num_encoder_tokens = self._options.num_encoder_tokens
         try:
             self._scheduler.add(request)
         except RequestTooLargeError:
