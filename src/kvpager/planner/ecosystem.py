@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["class_of", "read_by_class"]
+__all__ = ["attribute", "class_of", "read_by_class"]
 
 
 def class_of(model_type: str) -> tuple[type[Any], str] | None:
@@ -32,9 +32,20 @@ def read_by_class(model_type: str, fields: Mapping[str, Any]) -> tuple[object, s
         return None
     with _quiet():
         try:
-            return found[0].from_dict(dict(fields)), f"transformers {found[1]}"
+            config = found[0].from_dict(dict(fields))
+            return getattr(config, "text_config", config), f"transformers {found[1]}"
         except Exception:  # a class may object to anything; what is missing is then named as without it
             return None
+
+
+def attribute(config: object, name: str) -> Any:
+    """A field of a class's reading; ``AttributeError`` where it has none, or not one for all layers."""
+    try:
+        return getattr(config, name)
+    except AttributeError:
+        raise
+    except Exception as error:  # transformers' own errors about fields that differ between layers
+        raise AttributeError(str(error)) from None
 
 
 @contextmanager

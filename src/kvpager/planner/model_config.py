@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .ecosystem import read_by_class
+from .ecosystem import attribute, read_by_class
 
 __all__ = ["MAX_LAYERS", "ModelConfig", "load_model_config"]
 
@@ -166,11 +166,13 @@ class ModelConfig:
             return _NOWHERE
         config, who = self._read_by_class
         for name in names:
-            value = getattr(config, name, _NOWHERE)
-            if value is not _NOWHERE:
-                if value is not None:
-                    self._note(name, value, f"the default of {self.model_type} in {who}")
-                return value
+            try:
+                value = attribute(config, name)
+            except AttributeError:
+                continue
+            if value not in (None, False):
+                self._note(name, value, f"the default of {self.model_type} in {who}")
+            return value
         return _NOWHERE
 
     @cached_property

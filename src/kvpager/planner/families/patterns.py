@@ -21,6 +21,7 @@ __all__ = [
     "every",
     "everywhere",
     "first_of",
+    "in_turn",
     "indices",
     "letters",
     "listed",
@@ -99,6 +100,11 @@ def every(name: str, special: str, other: str) -> Pattern:
         return tuple(other if (index + 1) % interval else special for index in range(num_layers))
 
     return count
+
+
+def in_turn(*kinds: str) -> Pattern:
+    """The kinds take turns."""
+    return lambda config, num_layers: tuple(kinds[index % len(kinds)] for index in range(num_layers))
 
 
 def after(name: str, later: str, earlier: str) -> Pattern:

@@ -28,6 +28,7 @@ from .patterns import (
     every,
     everywhere,
     first_of,
+    in_turn,
     indices,
     letters,
     listed,
@@ -98,6 +99,8 @@ NEXTN = "num_nextn_predict_layers"
 
 ORDINARY = Family(defaults=ALL_HEADS)
 """Full attention in every layer, under the names that most families use."""
+_OWN_HEADS = Family()
+"""The same, of classes that have a number of K/V heads of their own for files without one."""
 
 _LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 _QWEN = Family(
@@ -111,12 +114,11 @@ _WINDOWED = Family(
     pattern=first_of(LISTED, when("sliding_window", everywhere(SLIDING), everywhere(FULL))),
     defaults={"sliding_window": None},
 )
-_IN_TURN = Family(
-    pattern=first_of(LISTED, every("sliding_window_pattern", FULL, SLIDING)), defaults={"sliding_window_pattern": 2}
-)
-_EVERY_FOURTH = replace(_IN_TURN, defaults={"sliding_window_pattern": 4})
+_IN_TURN = Family(pattern=first_of(LISTED, in_turn(SLIDING, FULL)))
+_EVERY_NTH = Family(pattern=first_of(LISTED, every("sliding_window_pattern", FULL, SLIDING)))
+_EVERY_FOURTH = replace(_EVERY_NTH, defaults={"sliding_window_pattern": 4})
 _GEMMA3 = replace(
-    _IN_TURN,
+    _EVERY_NTH,
     rope_scales_length=False,  # its files give the scaled length (vLLM 0.25.1, config/model.py 2202)
     defaults={
         "sliding_window_pattern": 6,
@@ -282,7 +284,6 @@ _MIMO_V2 = Family(
     pattern=marks("hybrid_layer_pattern", {0: FULL, 1: SLIDING}),
     mtp=NEXTN,
     mtp_kind=SLIDING,
-    defaults={"swa_v_head_dim": "swa_head_dim", "v_head_dim": "head_dim"},
 )
 _STEP35_OTHER = heads_of(
     number("attention_other_setting.num_attention_groups"),
@@ -324,14 +325,14 @@ FAMILIES: dict[str, Family] = {
     "apertus": replace(ORDINARY, mlp_matrices=2),
     "arcee": replace(ORDINARY, mlp_matrices=2),
     "cohere": ORDINARY,
-    "ernie4_5": replace(ORDINARY, defaults={**ALL_HEADS, "head_dim": 128}),
-    "ernie4_5_moe": replace(ORDINARY, mtp=NEXTN, expert_size=("moe_intermediate_size",)),
-    "gemma": replace(ORDINARY, defaults={**ALL_HEADS, "head_dim": 256}),
+    "ernie4_5": replace(_OWN_HEADS, defaults={"head_dim": 128}),
+    "ernie4_5_moe": replace(_OWN_HEADS, mtp=NEXTN, expert_size=("moe_intermediate_size",)),
+    "gemma": replace(_OWN_HEADS, defaults={"head_dim": 256}),
     "glm": replace(ORDINARY, defaults={"head_dim": 128}),
     "glm4": replace(ORDINARY, defaults={"head_dim": 128}),
-    "glm4_moe": replace(ORDINARY, mtp=NEXTN, expert_size=("moe_intermediate_size",)),
-    "glm4v_moe_text": replace(ORDINARY, expert_size=("moe_intermediate_size",)),
-    "glm4v_text": ORDINARY,
+    "glm4_moe": replace(_OWN_HEADS, mtp=NEXTN, expert_size=("moe_intermediate_size",)),
+    "glm4v_moe_text": replace(_OWN_HEADS, expert_size=("moe_intermediate_size",)),
+    "glm4v_text": _OWN_HEADS,
     "gpt_neox": Family(keeps=attention(HEADS), mlp_matrices=2),
     "granite": ORDINARY,
     "granitemoe": replace(ORDINARY, expert_size=("intermediate_size",)),
@@ -339,9 +340,9 @@ FAMILIES: dict[str, Family] = {
     "helium": replace(ORDINARY, defaults={"head_dim": 128}),
     "hunyuan_v1_dense": replace(ORDINARY, unexplained=("use_cla",)),
     "hunyuan_v1_moe": replace(ORDINARY, unexplained=("use_cla",), mlp_matrices=0),
-    "internlm2": ORDINARY,
+    "internlm2": _OWN_HEADS,
     "minimax_m2": replace(ORDINARY, defaults={"head_dim": 128}, expert_size=("intermediate_size",)),
-    "nemotron": replace(ORDINARY, mlp_matrices=2),
+    "nemotron": replace(_OWN_HEADS, mlp_matrices=2),
     "olmo": ORDINARY,
     "olmo2": ORDINARY,
     "olmoe": replace(ORDINARY, expert_size=("intermediate_size",)),
@@ -352,7 +353,7 @@ FAMILIES: dict[str, Family] = {
         _QWEN, pattern=everywhere(FULL), defaults={}, expert_size=("moe_intermediate_size",)
     ),
     "seed_oss": replace(ORDINARY, defaults={"head_dim": 128}),
-    "stablelm": ORDINARY,
+    "stablelm": _OWN_HEADS,
     "step3_text": Family(
         keeps=attention(fixed(1), number("head_dim")), longest=("max_position_embedding", "max_seq_len"), mlp_matrices=0
     ),
@@ -412,7 +413,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": _QWEN,
     "qwen3": replace(_QWEN, defaults={"use_sliding_window": False, "head_dim": 128}),
     "qwen3_moe": replace(_QWEN, expert_size=("moe_intermediate_size",)),
-    "qwen3_vl_text": _QWEN,
+    "qwen3_vl_text": replace(_QWEN, defaults={"use_sliding_window": False, "head_dim": 128}),
     "qwen3_vl_moe_text": replace(_QWEN, expert_size=("moe_intermediate_size",)),
     "smollm3": replace(_QWEN, defaults={"use_sliding_window": False, "num_key_value_heads": 4}),
     "cohere2": replace(_EVERY_FOURTH, defaults={"sliding_window_pattern": 4, "sliding_window": 4096, **ALL_HEADS}),
@@ -425,7 +426,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": replace(_IN_TURN, keeps=attention(size=number("head_dim"))),
     "gemma3_text": _GEMMA3,
     "gemma3n_text": replace(
-        _IN_TURN,
+        _EVERY_NTH,
         rope_scales_length=False,
         shares_last="num_kv_shared_layers",
         defaults={"sliding_window_pattern": 5, "head_dim": 256, "num_kv_shared_layers": 15, "sliding_window": 512},
@@ -455,14 +456,14 @@ FAMILIES: dict[str, Family] = {
                 everywhere(FULL),
             ),
         ),
-        defaults={"no_rope_layer_interval": 4},
+        defaults={"no_rope_layer_interval": 4, "head_dim": 128},
         mlp_size=("intermediate_size_mlp",),
         expert_size=("intermediate_size",),
     ),
     "olmo3": replace(_EVERY_FOURTH, defaults={"sliding_window_pattern": 4, "sliding_window": 4096, **ALL_HEADS}),
     "step3p5": Family(
         keeps={
-            FULL: (Module("self_attn", heads_of(number("num_attention_groups"))),),
+            FULL: (Module("self_attn", heads_of(number("num_attention_groups"), number("head_dim"))),),
             SLIDING: (Module("self_attn", _STEP35_OTHER),),
         },
         pattern=listed("layer_types", may_go_on=True),
@@ -497,6 +498,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bamba": replace(
         _MAMBA2_HYBRID,
+        defaults={},
         pattern=first_of(LISTED, indices("attn_layer_indices", "attention", MAMBA)),
         pattern_fields=("attn_layer_indices",),
     ),
