@@ -162,3 +162,139 @@ def test_sizes() -> None:
     for text in ("", "k", "1x", "-1k", "1e3"):
         with pytest.raises(ConfigError, match="is not a length"):
             parse_tokens(text)
+
+
+def test_several_models_side_by_side() -> None:
+    models = [str(CONFIGS / f"{name}.json") for name in ("llama-3.1-8b", "gemma-3-4b")]
+    text = run(*models, "--memory", "40GiB", "--lengths", "8k").stdout
+    for part in (
+        "llama-3.1-8b",
+        "gemma-3-4b",
+        "gemma3_text",
+        "128 KiB",
+        "requests of 8k at once",
+        "note: gemma-3-4b: ",
+    ):
+        assert part in text
+    answers = json.loads(run(*models, "--memory", "40GiB", "--json").stdout)
+    assert [answer["model_type"] for answer in answers] == ["llama", "gemma3_text"]
+    assert answers[1]["notes"] and list(answers[0]) == KEYS
+
+
+def test_notes_and_what_was_assumed_are_in_the_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BRAND_NEW))
+    answer = json.loads(run(str(tmp_path), "--memory", "1GiB", "--assume", "full", "--json").stdout)
+    assert answer["notes"][0].startswith("ASSUMED: nothing is known of model type 'brandnew'")
+    assert answer["weights_bytes"] is None and "n/a" in answer["weights_from"]
+    assert "note: ASSUMED" in run(str(tmp_path), "--memory", "1GiB", "--assume", "full").stdout
+    refused = run(str(tmp_path), "--memory", "1GiB")
+    assert "--assume full" in str(refused.exception)
+
+
+BRAND_NEW = {
+    "model_type": "brandnew",
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_weights_are_estimated_unless_given(tmp_path: Path) -> None:
+    # Llama 3.1 8B: 8.03 billion parameters
+    fields = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    sizes = {"vocab_size": 128256, "intermediate_size": 14336, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **sizes}))
+    answer = json.loads(run(str(tmp_path), "--memory", "80Gi", "--gpu-memory-utilization", "0.9", "--json").stdout)
+    assert answer["weights_bytes"] == pytest.approx(16_060_522_496, rel=0.001)
+    assert "an estimate: 8.0 billion parameters" in answer["weights_from"]
+    assert answer["cache_bytes"] == int(0.9 * (80 << 30)) - answer["weights_bytes"]
+    given = json.loads(run(str(tmp_path), "--memory", "80Gi", "--weights-memory", "0", "--json").stdout)
+    assert given["cache_bytes"] == 80 << 30 and given["weights_from"] == "as given"
+    too_large = str(run(str(tmp_path), "--memory", "8GiB").exception)
+    assert "weights are estimated at 14.96 GiB, 6.957 GiB more than the 8 GiB there are" in too_large
+    assert "--weights-memory 0" in too_large
+
+
+def test_replicas_and_context_ranks() -> None:
+    llama = str(CONFIGS / "llama-3.1-70b.json")
+    one = json.loads(run(llama, "--memory", "40GiB", "--tensor-parallel", "16", "--lengths", "8k", "--json").stdout)
+    options = ("--decode-context-parallel", "2", "--prefill-context-parallel", "2", "--data-parallel", "3")
+    many = json.loads(
+        run(llama, "--memory", "40GiB", "--tensor-parallel", "16", *options, "--lengths", "8k", "--json").stdout
+    )
+    assert many["bytes_per_token"] * 4 == one["bytes_per_token"] == 40960
+    assert (many["num_ranks"], many["replicas"], many["num_blocks"]) == (96, 3, one["num_blocks"])
+    usable = many["num_blocks"] - 1
+    assert many["concurrency"]["8192"] == 3 * (usable // (8192 // 64))
+    assert many["hit_alignment"] == 64
+
+
+def test_a_trace_of_my_lengths(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{{"timestamp": 0, "input_length": {}, "output_length": 10, "hash_ids": {}}}\n'
+    trace.write_text(line.format(150, [1]) * 3 + line.format(790, [1, 2]) + line.format(200_000, list(range(391))))
+    done = kvpager(str(CONFIGS / "llama-3.1-8b.json"), "--memory", "1GiB", "--trace", str(trace), "--json")
+    answer = json.loads(done.stdout)["trace"]
+    # three of 10 blocks, one of 50: 20 on average, in 511 usable ones
+    assert answer == {
+        "requests": 5, "refused": 1, "mean_tokens": 40258.0, "longest_tokens": 200010, "at_once": 25,
+    }  # fmt: skip
+    table = kvpager(str(CONFIGS / "llama-3.1-8b.json"), "--memory", "1GiB", "--trace", str(trace)).stdout
+    assert "requests of the trace at once" in table and "1 never fit" in table
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vector"),
+    [
+        ("fp8_e4m3", 128),
+        ("fp8_e5m2", 128),
+        ("int8", 132),
+        ("nvfp4", 64 + 8),
+        ("int4_per_token_head", 68),
+        ("auto", 256),
+    ],
+)
+def test_kv_dtypes_by_name(dtype: str, vector: int) -> None:
+    llama = str(CONFIGS / "llama-3.1-8b.json")
+    answer = json.loads(run(llama, "--memory", "8GiB", "--kv-dtype", dtype, "--json").stdout)
+    assert answer["bytes_per_token"] == 32 * 8 * 2 * vector
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "message"),
+    [
+        ("nvfp4", "deepseek-v3", "not for latents"),
+        ("nvfp4", "odd", "packs 16 values together; a head of 24"),
+        ("fp8_ds_mla", "odd", "fp8_ds_mla"),
+    ],
+)
+def test_kv_dtypes_that_a_model_cannot_have(tmp_path: Path, dtype: str, name: str, message: str) -> None:
+    (tmp_path / "odd.json").write_text(
+        json.dumps({**BRAND_NEW, "model_type": "qwen2", "head_dim": 24, "num_key_value_heads": 2})
+    )
+    path = tmp_path / "odd.json" if name == "odd" else CONFIGS / f"{name}.json"
+    assert message in str(run(str(path), "--memory", "8GiB", "--kv-dtype", dtype).exception)
+
+
+def test_a_latent_layout() -> None:
+    answer = json.loads(
+        run(str(CONFIGS / "deepseek-v3.json"), "--memory", "8GiB", "--kv-dtype", "fp8_ds_mla", "--json").stdout
+    )
+    assert answer["bytes_per_token"] == 61 * 656
+
+
+def test_a_drafter_of_its_own() -> None:
+    draft = CONFIGS / "llama-3.1-8b.json"
+    answer = json.loads(
+        run(
+            str(CONFIGS / "llama-3.1-70b.json"), "--memory", "80GiB", "--speculative", f"draft:{draft}", "--json"
+        ).stdout
+    )
+    assert answer["bytes_per_token"] == (80 + 32) * 4096
+    assert any("ASSUMED: 3 drafted tokens" in note for note in answer["notes"])
+    assert [group["drafts"] for group in answer["groups"]] == [False]
+    eagle = json.loads(run(str(draft), "--memory", "80GiB", "--speculative", f"eagle:{draft}:2", "--json").stdout)
+    assert [group["drafts"] for group in eagle["groups"]] == [True]
+    assert eagle["groups"][0]["layers"][-1] == "draft.layers.31.self_attn"

@@ -49,11 +49,11 @@ class KVDtype:
 
     def vector_bytes(self, size: int) -> int:
         """Bytes of a vector of ``size`` values with its scales. Raises ``ConfigError`` where they don't pack."""
+        if self.latent_bytes:
+            raise ConfigError(f"{self.name} is a layout for latents (MLA), not for keys and values of heads")
         pack = math.lcm(self.values_per_scale or 1, 8 // math.gcd(8, self.value_bits))
         if size % pack:
-            raise ConfigError(
-                f"{self.name} packs {pack} values together, and a head of {size} is not a multiple of that"
-            )
+            raise ConfigError(f"{self.name} packs {pack} values together; a head of {size} is not a multiple of that")
         return size * self.value_bits // 8 + self.scale_bytes * (size // (self.values_per_scale or size))
 
     def one_vector_bytes(self, size: int) -> int:
