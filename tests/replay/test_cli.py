@@ -237,3 +237,100 @@ def test_a_broken_invariant_is_our_fault_not_the_inputs(
     code, _, err = kvpager("replay", trace)
     assert code == 1
     assert err == "error: broken invariant, a bug in kvpager: 1 is not 2\n"
+
+
+MODEL = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+WHISPER = {
+    "model_type": "whisper",
+    "d_model": 1280,
+    "decoder_layers": 4,
+    "decoder_attention_heads": 20,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+    "torch_dtype": "float16",
+}
+
+
+def written(tmp_path: Path, name: str, content: object) -> str:
+    path = tmp_path / name
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in content) if isinstance(content, list) else json.dumps(content)
+    )
+    return str(path)
+
+
+def prompts(count: int, length: int, output: int) -> list[dict[str, object]]:
+    return [
+        {
+            "timestamp": 0,
+            "input_length": length,
+            "output_length": output,
+            "hash_ids": list(range(100 * i, 100 * i + -(-length // 512))),
+        }
+        for i in range(count)
+    ]
+
+
+def test_a_model_refuses_what_is_longer_than_it_takes(kvpager: Command, tmp_path: Path) -> None:
+    model, trace = written(tmp_path, "model.json", MODEL), written(tmp_path, "t.jsonl", prompts(1, 5000, 10))
+    figures = json.loads(kvpager("replay", trace, "--model", model, "--memory", "1Gi", "--json")[1])
+    assert (figures["refused"], figures["generated_tokens"]) == (1, 0)
+    longer = json.loads(
+        kvpager("replay", trace, "--model", model, "--memory", "1GiB", "--max-model-len", "32k", "--json")[1]
+    )
+    assert (longer["refused"], longer["generated_tokens"]) == (0, 10)
+
+
+@pytest.mark.filterwarnings("ignore:prefix caching is on but can never hit")
+def test_a_model_holds_its_encoder_tokens(kvpager: Command, tmp_path: Path) -> None:
+    model, trace = written(tmp_path, "model.json", WHISPER), written(tmp_path, "t.jsonl", prompts(20, 64, 60))
+    # 320 KiB a block: 94 for the audio and up to 8 for the text of each of 20 requests
+    figures = json.loads(kvpager("replay", trace, "--model", model, "--memory", "800MiB", "--json")[1])
+    assert figures["refused"] == 0
+    assert 20 * 94 / 2559 < figures["peak_usage"] <= 20 * 102 / 2559
+
+
+def test_replay_and_sweep_take_the_options_of_plan(kvpager: Command, tmp_path: Path, trace: str) -> None:
+    model = written(tmp_path, "model.json", MODEL)
+    options = ("--model", model, "--kv-dtype", "fp8", "--tensor-parallel", "2", "--max-num-batched-tokens", "2k")
+    # 2 layers x (K, V) x 1 head of 64 bytes: 256 bytes a token, 4 KiB a block
+    planned = json.loads(kvpager("plan", model, "--memory", "1MiB", *options[2:], "--json")[1])
+    assert (planned["num_blocks"], planned["bytes_per_token"]) == (256, 256)
+    figures = json.loads(kvpager("replay", trace, *options, "--memory", "1MiB", "--json")[1])
+    assert figures["requests"] == 10
+    assert figures["peak_usage"] * 255 == pytest.approx(round(figures["peak_usage"] * 255))
+    plot = str(tmp_path / "sweep.png")
+    rows = json.loads(kvpager("sweep", trace, *options, "--memory", "1MiB,2Mi", "--plot", plot, "--json")[1])
+    assert [row["num_blocks"] for row in rows] == [256, 512]
+
+
+def test_a_drafter_keeps_its_slots_ahead(kvpager: Command, tmp_path: Path) -> None:
+    model, trace = written(tmp_path, "model.json", MODEL), written(tmp_path, "t.jsonl", prompts(1, 60, 4))
+    draft = ("--speculative", f"eagle:{model}:32")
+    plain = json.loads(kvpager("replay", trace, "--model", model, "--memory", "1MiB", "--json")[1])
+    drafted = json.loads(kvpager("replay", trace, "--model", model, "--memory", "1MiB", *draft, "--json")[1])
+    assert plain["peak_usage"] == 4 / 63  # 16 KiB a block
+    assert drafted["peak_usage"] == 6 / 31  # twice the layers, 2 blocks more
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["replay", "--kv-dtype", "fp8"], "--kv-dtype says something of a model; give --model too"),
+        (["sweep", "--num-blocks", "10", "--tensor-parallel", "2"], "--tensor-parallel says something of a model"),
+        (["replay", "--memory", "1GiB"], "--model and --memory go together"),
+        (["sweep", "--model", "model.json", "--memory", "1GiB", "--num-blocks", "10"], "--model says layout and size"),
+    ],
+)
+def test_options_of_a_model_need_one(kvpager: Command, arguments: list[str], message: str) -> None:
+    code, out, err = kvpager(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err

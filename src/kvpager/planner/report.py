@@ -127,14 +127,15 @@ def _names(plans: Sequence[Plan]) -> list[str]:
 
 
 def _summary(plan: Plan, lengths: Sequence[int], trace: TraceFit | None) -> list[tuple[str, str]]:
-    weights = plan.weights.num_bytes
+    weights = plan.weights
+    taken = "n/a" if weights.num_bytes is None else format_bytes(weights.num_bytes)
     return [
         ("model type", plan.model_type),
         ("K/V dtype", plan.kv_dtype.name),
         ("a token at short context", format_bytes(plan.bytes_per_first_token)),
         ("a token at long context", format_bytes(plan.bytes_per_token)),
         ("fixed", format_bytes(plan.fixed_bytes_per_request)),
-        ("weights", ("~" if plan.weights.is_estimate else "") + (format_bytes(weights) if weights else "n/a")),
+        ("weights", f"~{taken}" if weights.is_estimate else taken),
         ("memory for the cache", format_bytes(plan.cache_bytes)),
         ("blocks", f"{plan.num_blocks:,} of {format_bytes(plan.block_bytes)}"),
         ("prefix hits", _hits(plan)),
