@@ -76,7 +76,7 @@ FURTHER = {
     "phimoe": full("phimoe", 32, 4096, 32, 8, 2 * 8 * 128 * 2),
     "stablelm": full("stablelm", 32, 2560, 32, 32, 2 * 32 * 80 * 2),
     # one K/V head of 256 (vLLM 0.25.1 models/step3_text.py 239)
-    "step3": full("step3_text", 61, 7168, 64, None, 2 * 256 * 2, head_dim=256, max_position_embedding=65536),
+    "step3": full("step3_text", 61, 7168, 64, None, 2 * 256 * 2, head_dim=256, max_position_embedding=32768),
     "kimi_k2": full("kimi_k2", 61, 7168, 64, 64, 576 * 2, **LATENT),  # vLLM 0.25.1: DeepseekV3Config
     "glm4_moe_lite": full("glm4_moe_lite", 47, 2048, 20, 20, 576 * 2, **LATENT),
     "mistral4": full("mistral4", 36, 4096, 32, 32, (256 + 64) * 2, **{**LATENT, "kv_lora_rank": 256}),
