@@ -197,6 +197,13 @@ def test_states_of_kimi_linear_rwkv_and_falcon_mamba() -> None:
     assert states("falcon-mamba-7b.json") == {3 * 8192 * 2 + 8192 * 16 * 2}
 
 
+def test_states_know_no_limit() -> None:
+    fields = {name: value for name, value in FURTHER["mamba2"].fields.items() if name != "max_position_embeddings"}
+    result = planned(fields)
+    assert result.max_model_len == 2048
+    assert any("ASSUMED: longest sequence 2,048 tokens" in note for note in result.notes)
+
+
 def test_an_unknown_family_is_assumed_only_when_asked() -> None:
     fields = plain("brandnew", 4, 512, 8, 2)
     with pytest.raises(ConfigError, match=r"'brandnew' is not a family.*--assume full"):

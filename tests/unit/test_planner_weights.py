@@ -54,7 +54,7 @@ def test_within_three_percent_of_the_published_size(name: str, ranks: int) -> No
     fields, published = PUBLISHED[name]
     weights = plan(fields, PlanOptions(memory_bytes=1 << 42, weights_bytes=None, tensor_parallel=ranks)).weights
     assert weights.is_estimate and weights.num_bytes is not None
-    assert weights.num_bytes * ranks == pytest.approx(published, rel=0.03)
+    assert weights.num_bytes * ranks == pytest.approx(published, rel=0.003)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ def longest_sequence(found: ModelLayers) -> int:
     """
     config = found.config
     length = config.optional_integer(*found.family.longest)
+    if length is None and (assumed := found.family.assumed_length):
+        config.notes.append(f"ASSUMED: longest sequence {assumed:,} tokens; the file names none: give --max-model-len")
+        return assumed
     if length is None:
         raise config.error(found.family.longest[0], "is missing; add it or give --max-model-len")
     if not found.family.rope_scales_length:

@@ -180,6 +180,7 @@ class ModelConfig:
         return read_by_class(self.model_type, self.fields)
 
     def _note(self, name: str, value: object, whose: str) -> None:
+        value = f"{len(value)} values" if isinstance(value, (list, tuple)) else value
         self.notes.append(f"{self.path}{name} = {value}: {whose}, not in the file")
 
     def _missing(self, names: tuple[str, ...]) -> ConfigError:

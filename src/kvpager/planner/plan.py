@@ -298,20 +298,9 @@ def plan(config: str | Path | Mapping[str, Any], options: PlanOptions) -> Plan:
     drafting, draft_notes = draft_layers(speculation, rank, found.num_layers) if speculation else ((), [])
     max_model_len = options.max_model_len or longest_sequence(found)
     layers = tuple(_within(layer, max_model_len) for layer in (*found.layers, *drafting))
-    grouping = group_layers(
-        layers,
-        ranks=_ranks(found.num_layers, layers, options.pipeline_parallel),
-        block_size=options.block_size,
-        state_mode=options.state_mode,
-        max_model_len=max_model_len,
-        max_step=options.max_step,
-        num_encoder_tokens=found.num_encoder_tokens,
-        num_drafted=rank.num_drafted,
-    )
+    grouping = _grouping(found, layers, max_model_len, rank.num_drafted, options)
     _check_context_parallel(found, grouping, options)
-    weights = (
-        estimate_weights(found, options) if options.weights_bytes is None else Weights.given(options.weights_bytes)
-    )
+    weights = _weights(model, rank, options)
     planned = Plan(
         model_type=model.model_type,
         source=model.source,
@@ -358,7 +347,22 @@ def _weights(model: ModelConfig, rank: Rank, options: PlanOptions) -> Weights:
     if options.weights_bytes is not None:
         return Weights.given(options.weights_bytes)
     whole = model_layers(model, replace(rank, tensor_parallel=1), assume_full=options.assume_full)
-    return estimate_weights(whole, options)
+    return estimate_weights(whole, options.tensor_parallel * options.pipeline_parallel)
+
+
+def _grouping(
+    found: ModelLayers, layers: tuple[Layer, ...], max_model_len: int, num_drafted: int, options: PlanOptions
+) -> Grouping:
+    return group_layers(
+        layers,
+        ranks=_ranks(found.num_layers, layers, options.pipeline_parallel),
+        block_size=options.block_size,
+        state_mode=options.state_mode,
+        max_model_len=max_model_len,
+        max_step=options.max_step,
+        num_encoder_tokens=found.num_encoder_tokens,
+        num_drafted=num_drafted,
+    )
 
 
 def _ranks(num_layers: int, layers: tuple[Layer, ...], pipeline_parallel: int) -> list[range]:

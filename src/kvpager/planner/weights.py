@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
 from .checkpoint import quantizations
 from .families import ModelLayers
 from .memory import AttentionMemory, StateMemory
 from .model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from .plan import PlanOptions
 
 __all__ = ["Weights", "estimate_weights"]
 
@@ -53,8 +50,8 @@ class _Parameters:
         return self.embeddings + self.experts + self.others
 
 
-def estimate_weights(found: ModelLayers, options: PlanOptions) -> Weights:
-    """One rank's share of the weights, in the dtype or quantization that the checkpoint names. Never raises.
+def estimate_weights(found: ModelLayers, num_ranks: int) -> Weights:
+    """One of ``num_ranks`` equal shares, in the dtype or quantization that the checkpoint names. Never raises.
 
     ``found``: the model on one rank. What is looked up for this alone leaves no notes.
     """
@@ -66,7 +63,7 @@ def estimate_weights(found: ModelLayers, options: PlanOptions) -> Weights:
         return Weights(num_bytes=None, why=f"n/a, and nothing is taken off for them; {unknown}; give --weights-memory")
     others = 16.0 if name == "mxfp4" else bits
     total = (parameters.embeddings * 16 + parameters.experts * bits + parameters.others * others) / 8
-    share = round(total / (options.tensor_parallel * options.pipeline_parallel))
+    share = round(total / num_ranks)
     why = f"an estimate: {parameters.total / 1e9:.1f} billion parameters in {name}; activations come on top"
     return Weights(num_bytes=share, why=why, is_estimate=True)
 

@@ -89,7 +89,9 @@ def _kinds(config: ModelConfig, family: Family, num_layers: int) -> tuple[str, .
     """The kind of each layer, as the family's row reads it, or as its class does. Raises ``ConfigError``."""
     kinds = family.pattern(config, num_layers)
     if kinds is None:
-        kinds = tuple(config.known("layer_types", *family.pattern_fields))
+        kinds = tuple(config.known("layer_types", *family.pattern_fields) or ())
+        if not kinds:
+            raise config.error("layer_types", "is null; it says which layer keeps what, add it")
     unknown = sorted({kind for kind in kinds if kind not in family.keeps})
     if unknown:
         index = kinds.index(unknown[0])

@@ -65,7 +65,9 @@ class Family:
 
     ``keeps``: kind of layer -> its modules that keep something. ``pattern``: which layer is of which kind;
     ``pattern_fields``: fields beside ``layer_types`` that may say it. ``longest``: the first of these fields that is
-    there gives the longest sequence. ``shares_last``: so many of the last layers read other layers' keys and values.
+    there gives the longest sequence; ``assumed_length``: what is taken where published files name none, since states
+    know no limit (2,048 as vLLM 0.25.1 does, config/model.py 2187).
+    ``shares_last``: so many of the last layers read other layers' keys and values.
     ``mtp``: the field that counts the drafting layers of the checkpoint, which are of kind ``mtp_kind``.
     ``unexplained``: fields that change what is kept in a way the row doesn't know; a file that sets one is refused.
     ``note``: what the reader of a plan must be told.
@@ -80,6 +82,7 @@ class Family:
     num_layers: Number = LAYERS
     longest: tuple[str, ...] = ("max_position_embeddings", "max_seq_len", "model_max_length")
     rope_scales_length: bool = True
+    assumed_length: int | None = None
     encoder_tokens: Number | None = None
     shares_last: str | None = None
     prefix: str = "layers"
@@ -145,6 +148,7 @@ _INDEXED = Family(
     note="vLLM keeps these latents in 656 bytes by default: --kv-dtype fp8_ds_mla",
 )
 _MAMBA1 = Family(
+    assumed_length=2048,
     keeps={
         MAMBA: (
             Module("mixer", states.mamba1(number("intermediate_size"), number("state_size"), number("conv_kernel"))),
@@ -286,8 +290,8 @@ _MIMO_V2 = Family(
     mtp_kind=SLIDING,
 )
 _STEP35_OTHER = heads_of(
-    number("attention_other_setting.num_attention_groups"),
-    number("attention_other_setting.head_dim"),
+    number("attention_other_setting.num_attention_groups", "num_attention_groups", "num_key_value_heads"),
+    number("attention_other_setting.head_dim", "head_dim"),
     kind="sliding",
     extent=WINDOW,
 )
@@ -463,7 +467,11 @@ FAMILIES: dict[str, Family] = {
     "olmo3": replace(_EVERY_FOURTH, defaults={"sliding_window_pattern": 4, "sliding_window": 4096, **ALL_HEADS}),
     "step3p5": Family(
         keeps={
-            FULL: (Module("self_attn", heads_of(number("num_attention_groups"), number("head_dim"))),),
+            FULL: (
+                Module(
+                    "self_attn", heads_of(number("num_attention_groups", "num_key_value_heads"), number("head_dim"))
+                ),
+            ),
             SLIDING: (Module("self_attn", _STEP35_OTHER),),
         },
         pattern=listed("layer_types", may_go_on=True),
@@ -602,6 +610,7 @@ FAMILIES: dict[str, Family] = {
         note="its cross layers are counted with one image a request, at its most tiles",
     ),
 }
+FAMILIES["minimax_text_01"] = FAMILIES["minimax"]
 FAMILIES["lfm2_moe"] = FAMILIES["lfm2"]
 FAMILIES["step3p7_text"] = FAMILIES["step3p5"]
 
