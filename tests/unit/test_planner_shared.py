@@ -171,6 +171,8 @@ def test_an_alignment_that_no_sequence_reaches_never_hits() -> None:
     assert "prefix caching can never hit" in " ".join(short.notes)
     assert short.no_hits_because == "hits are multiples of 8,320 tokens and no sequence is longer than 4,096"
     assert planned("nemotron-super-nvfp4", max_model_len=8321).no_hits_because is None
+    assert planned("nemotron-super-nvfp4", state_mode="none").no_hits_because == "states are kept in mode none"
+    assert "an encoder" in str(planned("whisper-large-v3-turbo.json").no_hits_because)
 
 
 def test_drafting_layers_and_their_states() -> None:

@@ -180,8 +180,10 @@ class Plan:
     @property
     def no_hits_because(self) -> str | None:
         """Why no prefix can ever be hit; None where some can."""
+        if self.num_encoder_tokens:
+            return "what an encoder gave is one request's own"
         if not all(spec.can_hit for spec in self.cache_config.specs):
-            return "encoder tokens, or states in mode none, are nobody else's"
+            return "states are kept in mode none"
         alignment = self.cache_config.alignment
         if self.max_model_len <= alignment:
             return f"hits are multiples of {alignment:,} tokens and no sequence is longer than {self.max_model_len:,}"
@@ -404,7 +406,7 @@ def _notes(planned: Plan, speculation: Speculation | None) -> list[str]:
     notes = []
     if speculation is not None and speculation.assumed:
         notes.append(f"ASSUMED: {speculation.num_tokens} drafted tokens a step; say how many behind a colon")
-    if planned.no_hits_because is not None and not planned.num_encoder_tokens and planned.options.state_mode != "none":
+    if planned.no_hits_because is not None:
         notes.append(f"prefix caching can never hit: {planned.no_hits_because}")
     varying = [group.spec.kind for group in planned.grouping.groups if group not in planned.growing]
     if kinds := sorted({kind.replace("_", " ") for kind in varying} - {"cross attention"}):

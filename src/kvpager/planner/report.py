@@ -234,7 +234,9 @@ def _weights(plan: Plan) -> list[tuple[str, str]]:
 def _hits(plan: Plan) -> str:
     if plan.no_hits_because is not None:
         return f"never: {plan.no_hits_because}"
-    return f"end on multiples of {plan.cache_config.alignment:,} tokens"
+    drafts = any(group.is_eagle for group in plan.cache_config.groups)
+    shorter = ", a block early for the drafter" if drafts else ""
+    return f"end on multiples of {plan.cache_config.alignment:,} tokens{shorter}"
 
 
 def _of_trace(trace: TraceFit | None) -> list[tuple[str, str]]:
