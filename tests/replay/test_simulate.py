@@ -231,6 +231,7 @@ def test_watermark_and_lookahead_reach_the_manager() -> None:
     assert ahead.peak_usage > run(lone((16, 1)), num_blocks=60).peak_usage
 
 
-def test_outputs_of_no_tokens_count_as_one() -> None:
+def test_outputs_of_no_tokens_count_as_none() -> None:
     records = [dataclasses.replace(record, num_output_tokens=0) for record in lone((20, 1))[0].requests]
-    assert run([Session(0.0, records)], num_blocks=10).generated_tokens == 1
+    report = run([Session(0.0, [*records, *lone((20, 3))[0].requests])], num_blocks=10)
+    assert (report.requests, report.generated_tokens) == (2, 3)

@@ -71,6 +71,7 @@ class _Replay:
         self._prompts = PromptMaker(options.config.hash_size, expand=options.expand_ids)
         self._backlog: deque[Arrival] = deque()
         self._slots: dict[str, int] = {}
+        self._silent: set[str] = set()  # who generates nothing: of its one sample only the end is wanted
         self._tally = _Tally(options.config.alignment)
         self._timeline = Timeline()
         self._clock = 0.0
@@ -128,6 +129,8 @@ class _Replay:
             self._refuse(arrival)
         else:
             self._slots[request_id] = arrival.slot
+            if not record.num_output_tokens:
+                self._silent.add(request_id)
 
     def _refuse(self, arrival: Arrival) -> None:
         self._tally.refused += 1
@@ -138,9 +141,11 @@ class _Replay:
         usage = self._manager.usage
         sampled, seconds = self._account(output)
         self._clock += seconds
-        self._tally.step(seconds, usage, len(sampled), len(output.preempted))
+        num_generated = len(sampled) - len(self._silent & sampled.keys())
+        self._tally.step(seconds, usage, num_generated, len(output.preempted))
         for request in self._scheduler.update(output, sampled):
             self._tally.finished += 1
+            self._silent.discard(request.request_id)
             self._arrivals.finish(self._slots.pop(request.request_id))
         self._watch_over(output)
 
@@ -265,13 +270,13 @@ class _Tally:
         self.queue_seconds += queue_seconds
         self.longest_queue_seconds = max(self.longest_queue_seconds, queue_seconds)
 
-    def step(self, seconds: float, usage: float, num_sampled: int, num_preempted: int) -> None:
+    def step(self, seconds: float, usage: float, num_generated: int, num_preempted: int) -> None:
         """A step of ``seconds`` during which ``usage`` of the pool was held."""
         self.steps += 1
         self.last_usage = usage
         self.peak_usage = max(self.peak_usage, usage)
         self.usage_seconds += usage * seconds
-        self.generated_tokens += num_sampled
+        self.generated_tokens += num_generated
         self.preemptions += num_preempted
 
     @property
