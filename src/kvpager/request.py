@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Protocol, cast
 
+from .counts import as_count, as_integer, as_number
 from .errors import InvalidRequestError
 from .extra_keys import ContentKeys, LoRA, MultiModalItem, PlainKey, PromptEmbeds
 from .hashing import HASH_BYTES, MAX_TOKEN_ID, BlockHasher, BlockHashes, TokenIds, token_list
@@ -153,7 +153,7 @@ class Request:
         prompt_embeds: PromptEmbeds | None = None,
     ) -> None:
         self._content = ContentKeys(
-            lora=lora, multimodal=tuple(multimodal), cache_salt=cache_salt, prompt_embeds=prompt_embeds
+            lora=lora, multimodal=multimodal, cache_salt=cache_salt, prompt_embeds=prompt_embeds
         )
         self.all_token_ids = _prompt_tokens(request_id, prompt_token_ids, self._content)
         self._init(request_id, len(self.all_token_ids), max_tokens, priority, arrival_time)
@@ -180,13 +180,11 @@ class Request:
 
         Output tokens are counted and never hashed; ``all_token_ids`` stays empty. O(hashes).
         """
-        if type(num_prompt_tokens) is not int:
-            raise InvalidRequestError(f"num_prompt_tokens must be an integer, got {num_prompt_tokens!r}")
-        if not (set(map(type, block_hashes)) <= {bytes} and set(map(len, block_hashes)) <= {HASH_BYTES}):
-            raise InvalidRequestError(f"block_hashes of request {request_id!r} must be {HASH_BYTES} bytes each")
-        if len(block_hashes) > num_prompt_tokens:
+        num_prompt_tokens = as_count(num_prompt_tokens, "num_prompt_tokens", 1, error=InvalidRequestError)
+        hashes = _hash_list(request_id, block_hashes)
+        if len(hashes) > num_prompt_tokens:
             raise InvalidRequestError(
-                f"request {request_id!r} has {len(block_hashes)} block hashes for {num_prompt_tokens} tokens"
+                f"request {request_id!r} has {len(hashes)} block hashes for {num_prompt_tokens} tokens"
             )
         self = cls.__new__(cls)
         self._content = ContentKeys()
@@ -194,19 +192,23 @@ class Request:
         self._init(request_id, num_prompt_tokens, max_tokens, priority, arrival_time)
         self.skip_reading_prefix_cache = False
         self._block_hasher = None
-        self.block_hashes = list(block_hashes)
+        self.block_hashes = hashes
         return self
 
     def _init(
         self, request_id: str, num_prompt_tokens: int, max_tokens: int | None, priority: int, arrival_time: float
     ) -> None:
-        _check_request(request_id, num_prompt_tokens, max_tokens, priority, arrival_time)
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}")
+        if num_prompt_tokens < 1:
+            raise InvalidRequestError(f"request {request_id!r} has no prompt tokens; give at least one")
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = num_prompt_tokens
-        self.max_tokens = max_tokens
-        self.priority = priority
-        self.arrival_time = arrival_time
+        of, error = f"of request {request_id!r}", InvalidRequestError
+        self.max_tokens = None if max_tokens is None else as_count(max_tokens, f"max_tokens {of}", 1, error=error)
+        self.priority = as_integer(priority, f"priority {of}", error=error)
+        self.arrival_time = as_number(arrival_time, f"arrival_time {of}", error=error)
         self.block_hashes = []
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
@@ -218,6 +220,11 @@ class Request:
     def has_token_ids(self) -> bool:
         """Whether the token ids are known (not so after `from_hashes`)."""
         return bool(self.all_token_ids)
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether it brings block hashes; one without neither hits nor commits."""
+        return self._block_hasher is not None or not self.has_token_ids
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -303,23 +310,14 @@ def _prompt_tokens(request_id: str, token_ids: TokenIds | None, content: Content
     return tokens
 
 
-def _check_request(
-    request_id: object, num_prompt_tokens: int, max_tokens: object, priority: object, arrival_time: object
-) -> None:
-    if not isinstance(request_id, str) or not request_id:
-        raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}")
-    if num_prompt_tokens < 1:
-        raise InvalidRequestError(f"request {request_id!r} has {num_prompt_tokens} prompt tokens; give at least one")
-    if max_tokens is not None and (not _is_integer(max_tokens) or max_tokens < 1):  # type: ignore[operator]
-        raise InvalidRequestError(
-            f"max_tokens of request {request_id!r} must be None or at least 1, got {max_tokens!r}"
-        )
-    if not _is_integer(priority):
-        raise InvalidRequestError(f"priority of request {request_id!r} must be an integer, got {priority!r}")
-    if not isinstance(arrival_time, (int, float)) or not math.isfinite(arrival_time):
-        raise InvalidRequestError(
-            f"arrival_time of request {request_id!r} must be a finite number of seconds, got {arrival_time!r}"
-        )
+def _hash_list(request_id: str, block_hashes: Sequence[bytes]) -> list[bytes]:
+    if isinstance(block_hashes, Sequence):
+        hashes = list(block_hashes)
+        if set(map(type, hashes)) <= {bytes} and set(map(len, hashes)) <= {HASH_BYTES}:
+            return hashes
+    raise InvalidRequestError(
+        f"block_hashes of request {request_id!r} must be a sequence of hashes, {HASH_BYTES} bytes each"
+    )
 
 
 def _is_integer(value: object) -> bool:

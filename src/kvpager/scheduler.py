@@ -18,12 +18,14 @@ The scheduler knows nothing of models: `schedule` says what to run, `update` is 
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from .counts import as_count
 from .errors import ConfigError, DuplicateRequestError, InvalidRequestError, RequestTooLargeError, UnknownRequestError
 from .hashing import token_list
 from .manager import KVCacheManager
@@ -78,6 +80,14 @@ class _Live:
     drafts: tuple[int, ...] = ()
 
 
+class _Result(NamedTuple):
+    """What a step gave for a request that samples, read and checked."""
+
+    tokens: list[int]
+    drafts: list[int]
+    stops: bool
+
+
 _RUNNING = RequestStatus.RUNNING
 _rank = attrgetter("rank")
 
@@ -107,26 +117,21 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         full_sequence_must_fit: bool = True,
     ) -> None:
-        if max_num_scheduled_tokens is None:
-            max_num_scheduled_tokens = manager.max_num_batched_tokens
-        _check_options(manager, max_num_scheduled_tokens, max_num_running, policy, num_lookahead_tokens)
-        if not enable_chunked_prefill and max_num_scheduled_tokens < manager.max_model_len:
-            raise ConfigError(
-                f"without chunked prefill a step must take the longest request: max_num_scheduled_tokens is "
-                f"{max_num_scheduled_tokens}, max_model_len {manager.max_model_len}; raise one or lower the other"
-            )
+        budget = manager.max_num_batched_tokens if max_num_scheduled_tokens is None else max_num_scheduled_tokens
         self.manager = manager
-        self.max_num_scheduled_tokens = max_num_scheduled_tokens
-        self.max_num_running = max_num_running
+        self.max_num_scheduled_tokens = as_count(budget, "Scheduler: max_num_scheduled_tokens", 1)
+        self.max_num_running = as_count(max_num_running, "Scheduler: max_num_running", 1)
         self.policy = policy
-        self.num_lookahead_tokens = num_lookahead_tokens
+        self.num_lookahead_tokens = as_count(num_lookahead_tokens, "Scheduler: num_lookahead_tokens")
         self.enable_chunked_prefill = enable_chunked_prefill
         self.full_sequence_must_fit = full_sequence_must_fit
+        self._check_options()
         # Every live request is in one of the two queues, which are sorted by rank.
         self._live: dict[str, _Live] = {}
         self._running: list[_Live] = []
         self._waiting: list[_Live] = []
         self._num_added = 0
+        self._has_warned = False
         self._outgrown: list[Request] = []
         self._step: SchedulerOutput | None = None
 
@@ -149,8 +154,11 @@ class Scheduler:
         """Queue a request.
 
         Raises ``DuplicateRequestError`` (its id is live), ``InvalidRequestError`` (it has run already) or
-        ``RequestTooLargeError`` (it could never fit). O(log waiting + groups).
+        ``RequestTooLargeError`` (it could never fit). Warns once of requests without block hashes where caching is
+        on. O(log waiting + groups).
         """
+        if not isinstance(request, Request):
+            raise InvalidRequestError(f"Scheduler.add takes a kvpager.Request, got {request!r}")
         if request.request_id in self._live:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use by a live request; take another")
         if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
@@ -158,9 +166,16 @@ class Scheduler:
         max_num_tokens = self._check_size(request)
         important = (request.priority, request.arrival_time) if self.policy == "priority" else (0, 0.0)
         live = _Live(request, (*important, self._num_added), max_num_tokens)
-        self._num_added += 1
-        self._live[request.request_id] = live
         insort(self._waiting, live, key=_rank)
+        self._live[request.request_id] = live
+        self._num_added += 1
+        if self.manager.enable_caching and not request.is_hashed and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"prefix caching is on, but request {request.request_id!r} has no block hashes, so it is never cached "
+                f"and never hits; make requests with block_hasher=BlockHasher.for_config(config)",
+                stacklevel=2,
+            )
 
     def abort(self, request_id: str) -> Request:
         """End a request, whatever its state; it is not in what `update` returns.
@@ -168,12 +183,13 @@ class Scheduler:
         A step that has been scheduled must still be run: other requests may have hit blocks that it
         fills. Raises ``UnknownRequestError``. O(log requests + blocks).
         """
-        live = self._live.get(request_id)
+        live = self._live.get(request_id) if isinstance(request_id, str) else None
         if live is None:
             raise UnknownRequestError(f"no live request {request_id!r} to abort; it has finished or was never added")
         queue = self._running if live.request.status is _RUNNING else self._waiting
+        request = self._finish(live, RequestStatus.FINISHED_ABORTED)
         del queue[bisect_left(queue, live.rank, key=_rank)]
-        return self._finish(live, RequestStatus.FINISHED_ABORTED)
+        return request
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step: first who runs, then who waits. Raises ``InvalidRequestError`` out of turn."""
@@ -199,36 +215,37 @@ class Scheduler:
 
         ``sampled`` has for every request that samples the drafts that were accepted and one token
         more; ``drafts`` are proposals for the next step; ``stopped`` names requests that end here
-        (a stop token). Requests aborted since `schedule` are passed over. Raises ``InvalidRequestError``
-        for another step's output and for tokens that are missing, too many or no token ids, and changes
-        nothing then.
+        (a stop token). All three name only requests that sample in this step. Those aborted since `schedule` are passed
+        over. Raises ``InvalidRequestError`` for another step's output, for other requests and for tokens that are
+        missing, too many or no token ids, and changes nothing then.
         """
-        if output is not self._step:
+        if output is not self._step or self._step is None:
             raise InvalidRequestError("update() needs the output of the last schedule(), once")
-        steps = [step for step in output.scheduled if step.request.status is _RUNNING]  # the others were aborted
-        for step in steps:
-            if step.samples:
-                _check_sampled(step, sampled)
+        results = _read_results(output, sampled, {} if drafts is None else drafts, stopped)
         self._step = None
         finished, self._outgrown = self._outgrown, []
-        for step in steps:
-            request = step.request
-            request.num_computed_tokens = step.start + step.num_tokens
-            if step.samples:
-                tokens = sampled[request.request_id]
-                request.num_computed_tokens -= len(step.draft_token_ids) + 1 - len(tokens)  # rejected drafts
-                request.append_output_token_ids(tokens if len(tokens) > 1 else tokens[0])  # one is faster
-                live = self._live[request.request_id]
-                if request.request_id in stopped:
-                    finished.append(self._finish(live, RequestStatus.FINISHED_STOPPED))
-                elif request.num_tokens >= live.max_num_tokens:
-                    finished.append(self._finish(live, RequestStatus.FINISHED_LENGTH))
-                else:
-                    proposed = drafts.get(request.request_id, ()) if drafts else ()
-                    live.drafts = tuple(proposed[: live.max_num_tokens - 1 - request.num_tokens])
+        for step, result in results:
+            step.request.num_computed_tokens = step.start + step.num_tokens
+            if result is not None:
+                status = self._take_in(step, result)
+                if status is not None:
+                    finished.append(self._finish(self._live[step.request.request_id], status))
         if finished:
             self._running = [live for live in self._running if live.request.status is _RUNNING]
         return finished
+
+    def _take_in(self, step: ScheduledRequest, result: _Result) -> RequestStatus | None:
+        """Take in what a step sampled; gives how the request ends, if it does."""
+        request, tokens = step.request, result.tokens
+        request.num_computed_tokens -= len(step.draft_token_ids) + 1 - len(tokens)  # rejected drafts
+        request.append_output_token_ids(tokens if len(tokens) > 1 else tokens[0])  # one is faster
+        if result.stops:
+            return RequestStatus.FINISHED_STOPPED
+        live = self._live[request.request_id]
+        if request.num_tokens >= live.max_num_tokens:
+            return RequestStatus.FINISHED_LENGTH
+        live.drafts = tuple(result.drafts[: live.max_num_tokens - 1 - request.num_tokens])
+        return None
 
     # -- who runs -----------------------------------------------------------------------------
 
@@ -249,8 +266,9 @@ class Scheduler:
         """Allocate a running request's slots, if need be at the cost of the least important ones."""
         allocate, lookahead = self.manager.allocate_slots, self.num_lookahead_tokens
         while allocate(live.request, num_new, num_lookahead_tokens=lookahead) is None:
-            victim = self._running.pop()
+            victim = self._running[-1]
             self.manager.free(victim.request)
+            del self._running[-1]
             if self._pool_is_empty():  # it had the pool to itself and needs more than that
                 self._outgrown.append(self._finish(victim, RequestStatus.FINISHED_LENGTH))
                 return False
@@ -349,29 +367,80 @@ class Scheduler:
             raise RequestTooLargeError(request.request_id, max_num_tokens, self.manager.longest_that_fits(*beside))
         return max_num_tokens
 
-
-def _check_options(manager: KVCacheManager, budget: int, max_num_running: int, policy: str, lookahead: int) -> None:
-    for name, value, lowest in (
-        ("max_num_scheduled_tokens", budget, 1),
-        ("max_num_running", max_num_running, 1),
-        ("num_lookahead_tokens", lookahead, 0),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-            raise ConfigError(f"Scheduler: {name} must be an integer of at least {lowest}, got {value!r}")
-    if budget > manager.max_num_batched_tokens:
-        raise ConfigError(
-            f"Scheduler: max_num_scheduled_tokens is {budget}, but the manager plans for steps of at most "
-            f"{manager.max_num_batched_tokens} tokens; give it a larger max_num_batched_tokens"
-        )
-    if policy not in ("fcfs", "priority"):
-        raise ConfigError(f"Scheduler: policy must be 'fcfs' or 'priority', got {policy!r}")
+    def _check_options(self) -> None:
+        manager, budget = self.manager, self.max_num_scheduled_tokens
+        if budget > manager.max_num_batched_tokens:
+            raise ConfigError(
+                f"Scheduler: max_num_scheduled_tokens is {budget}, but the manager plans for steps of at most "
+                f"{manager.max_num_batched_tokens} tokens; give it a larger max_num_batched_tokens"
+            )
+        if not self.enable_chunked_prefill and budget < manager.max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a step must take the longest request: max_num_scheduled_tokens is "
+                f"{budget}, max_model_len {manager.max_model_len}; raise one or lower the other"
+            )
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"Scheduler: policy must be 'fcfs' or 'priority', got {self.policy!r}")
 
 
-def _check_sampled(step: ScheduledRequest, sampled: Mapping[str, Sequence[int]]) -> None:
-    tokens, most = sampled.get(step.request.request_id, ()), len(step.draft_token_ids) + 1
+def _read_results(
+    output: SchedulerOutput,
+    sampled: Mapping[str, Sequence[int]],
+    drafts: Mapping[str, Sequence[int]],
+    stopped: Collection[str],
+) -> list[tuple[ScheduledRequest, _Result | None]]:
+    """What the step gave each of its requests that has not been aborted; None: it does not sample."""
+    for name, given in (("sampled", sampled), ("drafts", drafts)):
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(f"{name} must be a mapping from request ids to token ids, got {given!r}")
+    expected = {step.request.request_id for step in output.scheduled if step.samples}
+    _check_ids("sampled", sampled, expected)
+    _check_ids("drafts", drafts, expected)
+    stops = _check_ids("stopped", stopped, expected)
+    return [
+        (step, _read_result(step, sampled, drafts, stops) if step.samples else None)
+        for step in output.scheduled
+        if step.request.status is _RUNNING  # the others were aborted
+    ]
+
+
+def _check_ids(name: str, given: Collection[str], expected: Set[str]) -> frozenset[str]:
+    """The ids, all of them expected. O(ids)."""
+    if isinstance(given, str) or not isinstance(given, Collection):
+        raise InvalidRequestError(f"{name} must be a collection of request ids, got {given!r}")
+    try:
+        ids = frozenset(given)
+    except TypeError as error:
+        raise InvalidRequestError(f"{name} must have request ids, which are strings: {error}") from None
+    if ids <= expected:
+        return ids
+    raise InvalidRequestError(
+        f"{name} names {', '.join(map(repr, ids - expected))}, but the step samples nothing of that; "
+        f"name only requests of output.scheduled that have samples=True"
+    )
+
+
+def _read_result(
+    step: ScheduledRequest,
+    sampled: Mapping[str, Sequence[int]],
+    drafts: Mapping[str, Sequence[int]],
+    stops: frozenset[str],
+) -> _Result:
+    request_id, most = step.request.request_id, len(step.draft_token_ids) + 1
+    tokens = _read_tokens("sampled", request_id, sampled)
     if not 1 <= len(tokens) <= most:
         raise InvalidRequestError(
-            f"request {step.request.request_id!r} got {len(tokens)} sampled tokens; this step gives 1 to {most}: "
+            f"request {request_id!r} got {len(tokens)} sampled tokens; this step gives 1 to {most}: "
             f"the accepted drafts and one more"
         )
-    token_list(tokens)  # raises for what is not a token id
+    return _Result(tokens, _read_tokens("drafts", request_id, drafts), request_id in stops)
+
+
+def _read_tokens(name: str, request_id: str, given: Mapping[str, Sequence[int]]) -> list[int]:
+    """A copy of what is given for the request: nobody can change it any more."""
+    if request_id not in given:
+        return []
+    try:
+        return token_list(given[request_id])
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{name} of request {request_id!r}: {error}") from None

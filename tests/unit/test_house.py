@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src/kvpager"
 # From the bottom up: a module may import what stands before it (and its own folder), never what stands behind.
 FLOORS = [
     "errors",
+    "counts",
     "_native",
     "attention",
     "config",

@@ -507,7 +507,7 @@ def test_schedule_and_update_take_turns() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_running": 0}, "max_num_running must be an integer of at least 1, got 0"),
+        ({"max_num_running": 0}, r"max_num_running must be an integer of at least 1 and at most 2\*\*40, got 0"),
         ({"max_num_scheduled_tokens": 0}, "max_num_scheduled_tokens must be an integer of at least 1"),
         ({"max_num_scheduled_tokens": 201}, "is 201, but the manager plans for steps of at most 200"),
         ({"num_lookahead_tokens": -1}, "num_lookahead_tokens must be an integer of at least 0"),
@@ -518,3 +518,137 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
     make: Callable[[], Setup] = lambda: Setup(**options)  # noqa: E731
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_a_request_that_is_none_is_refused() -> None:
+    s = Setup()
+    bad: Any
+    for bad in (None, "a", object()):
+        with pytest.raises(InvalidRequestError, match=r"takes a kvpager\.Request"):
+            s.scheduler.add(bad)
+    for bad in (None, [], {}, "a", b"a"):
+        with pytest.raises(UnknownRequestError, match="no live request"):
+            s.scheduler.abort(bad)
+
+
+@pytest.mark.parametrize("bad", ["x", -1, 5, None, {}, [-1], [2**40], ["x"], [1.5], [True], [None], [8, 9, -1]])
+@pytest.mark.parametrize("name", ["sampled", "drafts"])
+def test_what_are_no_tokens_is_refused_and_nothing_is_taken_in(name: str, bad: Any) -> None:
+    s = Setup()
+    s.add("a", 6, 3)
+    s.add("b", 6, 3)
+    output = s.scheduler.schedule()
+    before = [(r.num_computed_tokens, r.all_token_ids[:]) for r in (step.request for step in output.scheduled)]
+    given: dict[str, Any] = {"sampled": {"a": [7], "b": [7]}, "drafts": {"a": [8], "b": [8]}}
+    given[name]["b"] = bad
+    with pytest.raises(
+        InvalidRequestError, match=f"{name} of request 'b': token_ids" if bad else "0 sampled tokens|ids"
+    ):
+        s.scheduler.update(output, **given)
+    after = [(r.num_computed_tokens, r.all_token_ids[:]) for r in (step.request for step in output.scheduled)]
+    assert after == before
+    given[name]["b"] = [9]
+    s.scheduler.update(output, **given)
+    assert [step.draft_token_ids for step in s.scheduler.schedule().scheduled] == [
+        (8,),
+        (9 if name == "drafts" else 8,),
+    ]
+
+
+@pytest.mark.parametrize("name", ["sampled", "drafts", "stopped"])
+@pytest.mark.parametrize("unknown", ["nobody", "cut", "waiting", 5, None])
+def test_only_requests_that_sample_in_the_step_may_be_named(name: str, unknown: Any) -> None:
+    s = Setup(max_num_scheduled_tokens=8, max_num_running=2)
+    request = s.add("a", 6)
+    s.add("cut", 6)  # two of its tokens are computed: it does not sample
+    s.add("waiting", 6)
+    output = s.scheduler.schedule()
+    given: dict[str, Any] = {"sampled": {"a": [7]}, "drafts": {"a": [8]}, "stopped": set()}
+    wrong = given[name] | ({unknown} if name == "stopped" else {unknown: [1]})
+    with pytest.raises(InvalidRequestError, match=f"{name} names {unknown!r}, but"):
+        s.scheduler.update(output, **given | {name: wrong})
+    assert (request.num_computed_tokens, request.num_output_tokens) == (0, 0)
+    s.scheduler.update(output, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *(("sampled", bad) for bad in (None, 5, [], "a", {("a", 7)})),
+        *(("drafts", bad) for bad in (5, [], "a", {"a"})),
+        *(("stopped", bad) for bad in (None, 5, "a", [[]], [{}], object())),
+    ],
+)
+def test_what_is_no_collection_of_answers_is_refused(name: str, bad: Any) -> None:
+    s = Setup()
+    s.add("a", 6)
+    output = s.scheduler.schedule()
+    with pytest.raises(InvalidRequestError, match=f"{name} must"):
+        s.scheduler.update(output, **{"sampled": {"a": [7]}, name: bad})
+    s.update(output)
+
+
+def test_who_was_aborted_since_may_still_be_named() -> None:
+    s = Setup()
+    s.add("a", 6)
+    b = s.add("b", 6)
+    output = s.scheduler.schedule()
+    s.scheduler.abort("a")
+    answers: dict[str, list[Any]] = {"a": ["no token"], "b": [7]}
+    assert s.scheduler.update(output, answers, {"a": [-1]}, {"a", "b"}) == [b]
+    assert b.output_token_ids == [7]
+
+
+class Failing(Request):
+    """A request that cannot say how many of its tokens are computed while ``fails``."""
+
+    fails = False
+    computed = 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        if self.fails:
+            raise RuntimeError("not now")
+        return self.computed
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        self.computed = value
+
+
+def test_an_abort_and_a_preemption_that_fail_can_be_done_again() -> None:
+    s = Setup(num_blocks=4)
+    failing = Failing("b", range(7), block_hasher=s.hasher, max_tokens=8)
+    s.add("a", 7, 8)
+    s.scheduler.add(failing)
+    s.step()
+    s.step()
+    failing.fails = True
+    for call in (s.scheduler.schedule, lambda: s.scheduler.abort("b")):
+        with pytest.raises(RuntimeError):
+            call()
+        assert (s.scheduler.num_running, s.scheduler.num_waiting, failing.status) == (2, 0, RequestStatus.RUNNING)
+        check_manager(s.manager)
+    failing.fails = False
+    output = s.scheduler.schedule()
+    assert output.preempted == (failing,)
+    s.update(output)
+    assert s.scheduler.abort("b") is failing
+
+
+# -- requests without hashes ------------------------------------------------------------------
+
+
+def test_a_request_without_a_hasher_warns_once_where_caching_is_on() -> None:
+    s = Setup()
+    with pytest.warns(UserWarning, match="request 'a' has no block hashes") as caught:
+        s.scheduler.add(Request("a", [1]))
+        s.scheduler.add(Request("b", [1]))
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_who_brings_hashes_and_who_needs_none_does_not_warn() -> None:
+    s = Setup()
+    s.add("a", 3)
+    s.scheduler.add(Request.from_hashes("b", 3, []))
+    Setup(manager_options={"enable_caching": False}).scheduler.add(Request("a", [1]))
