@@ -10,13 +10,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from .attention import ceil_div
 from .blocks import KVCacheBlocks
+from .counts import MAX_COUNT, as_count, as_integer
 from .errors import ConfigError, InvalidRequestError, UnknownBlockError
 from .pool import BlockList
 
@@ -26,6 +29,8 @@ BlockIds = KVCacheBlocks | Sequence[Sequence[int] | BlockList]
 """What a manager answered, or one sequence of ids a group. Block lists are copied without an object for each id."""
 
 _MAX_BLOCK_ID = np.iinfo(np.int32).max
+_MAX_INT64 = np.iinfo(np.int64).max
+_MAX_BLOCK_SIZE = 2**31  # a slot is an int64: block id times this
 
 
 class BlockTable:
@@ -45,18 +50,19 @@ class BlockTable:
         *,
         num_extra_blocks: Sequence[int] | None = None,
     ) -> None:
-        self.max_num_requests = _at_least(1, "max_num_requests", max_num_requests)
-        self.block_sizes = tuple(_at_least(1, f"block_sizes[{i}]", size) for i, size in enumerate(block_sizes))
-        extra = (0,) * len(block_sizes) if num_extra_blocks is None else tuple(num_extra_blocks)
-        if len(extra) != len(block_sizes):
-            raise ConfigError(f"num_extra_blocks has {len(extra)} entries for {len(block_sizes)} groups; give one each")
-        num_tokens = _at_least(1, "max_num_tokens_per_request", max_num_tokens_per_request)
-        widths = [
-            ceil_div(num_tokens, size) + _at_least(0, f"num_extra_blocks[{i}]", extra[i])
-            for i, size in enumerate(block_sizes)
-        ]
-        self._rows = tuple(np.zeros((max_num_requests, width), np.int32) for width in widths)
-        self._counts = np.zeros((len(widths), max_num_requests), np.int64)
+        self.max_num_requests = as_count(max_num_requests, "BlockTable: max_num_requests", 1)
+        num_tokens = as_count(max_num_tokens_per_request, "BlockTable: max_num_tokens_per_request", 1)
+        self.block_sizes = _counts("block_sizes", block_sizes, 1, _MAX_BLOCK_SIZE)
+        extra = (0,) * len(self.block_sizes)
+        if num_extra_blocks is not None:
+            extra = _counts("num_extra_blocks", num_extra_blocks, 0)
+        if len(extra) != len(self.block_sizes):
+            raise ConfigError(
+                f"num_extra_blocks has {len(extra)} entries for {len(self.block_sizes)} groups; give one each"
+            )
+        widths = [ceil_div(num_tokens, size) + more for size, more in zip(self.block_sizes, extra, strict=True)]
+        self._rows = tuple(_zeros((self.max_num_requests, width), np.int32) for width in widths)
+        self._counts = _zeros((len(widths), self.max_num_requests), np.int64)
 
     def rows(self, group: int) -> npt.NDArray[np.int32]:
         """The group's rows, [max_num_requests, blocks a row holds]: a view, for kernels to read. O(1)."""
@@ -130,20 +136,14 @@ class BlockTable:
         that is not there or a position beyond its row's blocks. O(tokens), vectorised.
         """
         group = self._group(group)
-        rows, positions = np.broadcast_arrays(
-            np.atleast_1d(np.asarray(row_indices, np.int64)), np.atleast_1d(np.asarray(positions, np.int64))
-        )
+        rows, positions = _paired(row_indices, positions)
         size = self.block_sizes[group]
         columns = positions // size
         bad = (rows < 0) | (rows >= self.max_num_requests)
         bad = bad | (columns < 0) | (columns >= self._counts[group, np.where(bad, 0, rows)])
         if bad.any():
             self._refuse_slot(group, int(rows[bad][0]), int(positions[bad][0]))
-        if out is not None and (out.dtype != np.int64 or len(out) < len(rows)):
-            raise InvalidRequestError(
-                f"out must be an int64 array of at least {len(rows)} slots, got {out.dtype} of length {len(out)}"
-            )
-        target = np.empty(len(rows), np.int64) if out is None else out[: len(rows)]
+        target = np.empty(len(rows), np.int64) if out is None else _head(out, len(rows))
         np.multiply(self._rows[group][rows, columns], size, out=target, dtype=np.int64)
         target += positions % size
         return target
@@ -157,18 +157,24 @@ class BlockTable:
         )
 
     def _row(self, row: int) -> int:
-        if not 0 <= row < self.max_num_requests:
-            raise InvalidRequestError(f"row {row} is not there; rows are 0 to {self.max_num_requests - 1}")
-        return row
+        index = as_integer(row, "row", error=InvalidRequestError)
+        if 0 <= index < self.max_num_requests:
+            return index
+        raise InvalidRequestError(f"row {row} is not there; rows are 0 to {self.max_num_requests - 1}")
 
     def _group(self, group: int) -> int:
-        if not 0 <= group < len(self._rows):
-            raise InvalidRequestError(f"group {group} is not there; groups are 0 to {len(self._rows) - 1}")
-        return group
+        index = as_integer(group, "group", error=InvalidRequestError)
+        if 0 <= index < len(self._rows):
+            return index
+        raise InvalidRequestError(f"group {group} is not there; groups are 0 to {len(self._rows) - 1}")
 
     def _checked(self, row: int, counts: npt.NDArray[np.int64], block_ids: BlockIds) -> list[_Ids]:
         """The ids, when they fit behind ``counts`` blocks of the row."""
         groups = block_ids._lists if isinstance(block_ids, KVCacheBlocks) else block_ids
+        if not isinstance(groups, Sequence | np.ndarray):
+            raise InvalidRequestError(
+                f"block_ids must be what a manager answered or one sequence of ids a group, got {block_ids!r}"
+            )
         if len(groups) != len(self._rows):
             raise InvalidRequestError(f"got block ids for {len(groups)} groups; this table has {len(self._rows)}")
         checked = [ids if isinstance(ids, BlockList) else _as_array(ids) for ids in groups]
@@ -185,7 +191,7 @@ _Ids = BlockList | npt.NDArray[np.int64]
 
 
 def _as_array(block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    ids = np.asarray(block_ids, np.int64)
+    ids = _integers("block ids", block_ids)
     if len(ids) and (ids.min() < 0 or ids.max() > _MAX_BLOCK_ID):
         raise UnknownBlockError(f"block ids must be in 0 to {_MAX_BLOCK_ID}, got {ids.min()} to {ids.max()}")
     return ids
@@ -199,7 +205,50 @@ def _write(row: npt.NDArray[np.int32], start: int, ids: _Ids) -> int:
     return start + len(ids)
 
 
-def _at_least(lowest: int, name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-        raise ConfigError(f"BlockTable: {name} must be an integer of at least {lowest}, got {value!r}")
-    return value
+def _counts(name: str, values: Sequence[int], at_least: int, at_most: int = MAX_COUNT) -> tuple[int, ...]:
+    if not isinstance(values, Sequence | np.ndarray):
+        raise ConfigError(f"BlockTable: {name} must be a sequence of integers, got {values!r}")
+    return tuple(
+        as_count(value, f"BlockTable: {name}[{i}]", at_least, at_most=at_most) for i, value in enumerate(values)
+    )
+
+
+_Dtype = TypeVar("_Dtype", np.int32, np.int64)
+
+
+def _zeros(shape: tuple[int, int], dtype: type[_Dtype]) -> npt.NDArray[_Dtype]:
+    try:
+        return np.zeros(shape, dtype)
+    except (MemoryError, ValueError) as error:  # ValueError: beyond what an array can be
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        raise ConfigError(f"BlockTable: {shape[0]} x {shape[1]} entries are {num_bytes} bytes; take less") from error
+
+
+def _integers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """The values as one int64 for each, one behind the other."""
+    try:
+        array = np.atleast_1d(np.asarray(values))
+    except ValueError:  # sequences of unequal length
+        array = np.empty(0, object)
+    if array.ndim == 1 and not array.size and array.dtype == np.float64:  # what NumPy makes of an empty list
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array > _MAX_INT64).any():
+        raise InvalidRequestError(f"{name} must be integers in one dimension, got {values!r}")
+    return array.astype(np.int64, copy=False)
+
+
+def _paired(row_indices: npt.ArrayLike, positions: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], ...]:
+    rows, at = _integers("row_indices", row_indices), _integers("positions", positions)
+    if len(rows) != len(at) and 1 not in (len(rows), len(at)):
+        raise InvalidRequestError(f"{len(rows)} row_indices and {len(at)} positions do not pair up; give one each")
+    return tuple(np.broadcast_arrays(rows, at))
+
+
+def _head(out: npt.NDArray[np.int64], num_slots: int) -> npt.NDArray[np.int64]:
+    is_array = isinstance(out, np.ndarray) and out.dtype == np.int64 and out.ndim == 1 and out.flags.writeable
+    if not is_array or len(out) < num_slots:
+        got = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else repr(out)
+        raise InvalidRequestError(
+            f"out must be a writable int64 array [at least {num_slots}], one dimension, got {got}"
+        )
+    return out[:num_slots]

@@ -8,9 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .attention import AttentionSpec, ChunkedLocalAttention, SinkAttention
+from .counts import as_count
 from .errors import ConfigError
 
 __all__ = ["CacheConfig", "GroupSpec"]
+
+_NEEDED_COUNTS = {"num_blocks": 1, "dcp_world_size": 1, "pcp_world_size": 1}
+_COUNTS = _NEEDED_COUNTS | {"hash_block_size": 1, "retention_interval": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +30,7 @@ class GroupSpec:
     is_eagle: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_names", tuple(self.layer_names))
-        if not self.layer_names:
-            raise ConfigError("a group needs at least one layer, got none; name the layers it serves")
+        object.__setattr__(self, "layer_names", _layer_names(self.layer_names))
         if not isinstance(self.spec, AttentionSpec):
             raise ConfigError(f"GroupSpec.spec must be an attention kind, got {self.spec!r}")
 
@@ -52,12 +54,7 @@ class CacheConfig:
     retention_interval: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(self.groups))
-        for name, at_least in (("num_blocks", 1), ("dcp_world_size", 1), ("pcp_world_size", 1)):
-            _require_int(name, getattr(self, name), at_least)
-        for index, group in enumerate(self.groups):
-            if not isinstance(group, GroupSpec):
-                raise ConfigError(f"CacheConfig.groups[{index}] must be a GroupSpec, got {group!r}")
+        self._check_types()
         if self.num_reserved_blocks + 1 >= self.num_blocks and self.groups:
             raise ConfigError(
                 f"num_blocks is {self.num_blocks}, but the null block and {self.num_reserved_blocks} static sink "
@@ -96,8 +93,19 @@ class CacheConfig:
         """Blocks that static sinks hold for good."""
         return sum(g.spec.num_sink_blocks for g in self.groups if isinstance(g.spec, SinkAttention))
 
+    def _check_types(self) -> None:
+        for name, at_least in _COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or name in _NEEDED_COUNTS:
+                object.__setattr__(self, name, as_count(value, f"CacheConfig.{name}", at_least))
+        groups = self.groups
+        if not isinstance(groups, (list, tuple)) or not all(isinstance(group, GroupSpec) for group in groups):
+            raise ConfigError(f"CacheConfig.groups must be a list or tuple of GroupSpec, got {groups!r}")
+        object.__setattr__(self, "groups", tuple(groups))
+        if not isinstance(self.namespace, str):
+            raise ConfigError(f"CacheConfig.namespace must be a string, got {self.namespace!r}")
+
     def _check_hash_block_size(self) -> None:
-        _require_int("hash_block_size", self.hash_size, 1)
         for index, spec in enumerate(self.specs):
             if spec.block_size % self.hash_size:
                 raise ConfigError(
@@ -109,7 +117,6 @@ class CacheConfig:
         interval = self.retention_interval
         if interval is None:
             return
-        _require_int("retention_interval", interval, 0)
         if interval % self.alignment:
             raise ConfigError(
                 f"retention_interval must be 0 or a multiple of the alignment {self.alignment} tokens, got {interval}"
@@ -120,9 +127,12 @@ class CacheConfig:
             )
 
 
-def _require_int(name: str, value: object, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigError(f"CacheConfig.{name} must be an integer of at least {at_least}, got {value!r}")
+def _layer_names(names: object) -> tuple[str, ...]:
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"GroupSpec.layer_names must be a list or tuple of names, got {names!r}; put one in brackets")
+    if not names:
+        raise ConfigError("a group needs at least one layer, got none; name the layers it serves")
+    return tuple(names)
 
 
 def check_eagle(specs: Sequence[AttentionSpec], eagle_groups: frozenset[int]) -> None:

@@ -17,28 +17,25 @@ MAX_BYTES = 2**62
 """The same for an amount of memory."""
 
 
-def as_integer(value: Any, name: str, *, error: type[KVPagerError] = ConfigError) -> int:
-    """``value`` as an int. Raises ``error``, which names it, for what is no integer."""
+def as_integer(value: Any, name: str, *, at_least: int | None = None, error: type[KVPagerError] = ConfigError) -> int:
+    """``value`` as an int (of at least ``at_least``). Raises ``error``, which names it, for anything else."""
     try:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and (at_least is None or operator.index(value) >= at_least):
             return operator.index(value)
     except TypeError:
         pass
-    raise error(f"{name} must be an integer, got {value!r}")
+    least = "" if at_least is None else f" of at least {at_least}"
+    raise error(f"{name} must be an integer{least}, got {value!r}")
 
 
 def as_count(
     value: Any, name: str, at_least: int = 0, *, at_most: int = MAX_COUNT, error: type[KVPagerError] = ConfigError
 ) -> int:
     """``value`` as an int of [at_least, at_most]. Raises ``error``, which names it, for anything else."""
-    try:
-        if not isinstance(value, bool) and at_least <= (count := operator.index(value)) <= at_most:
-            return count
-    except TypeError:
-        pass
-    exponent = at_most.bit_length() - 1
-    most = f"2**{exponent}" if at_most == 1 << exponent else f"{at_most}"
-    raise error(f"{name} must be an integer of at least {at_least} and at most {most}, got {value!r}")
+    count = as_integer(value, f"{name}", at_least=at_least, error=error)
+    if count > at_most:
+        raise error(f"{name} must be an integer of at most {at_most} (2**{at_most.bit_length() - 1}), got {value!r}")
+    return count
 
 
 def as_number(value: Any, name: str, at_least: float = -math.inf, *, error: type[KVPagerError] = ConfigError) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .counts import as_count
 from .errors import InvalidRequestError
 
 __all__ = [
@@ -73,8 +74,9 @@ class LoRA:
             encode_text("LoRA.version", self.version)
         if self.digest is not None and (not isinstance(self.digest, bytes) or not self.digest):
             raise InvalidRequestError(f"LoRA.digest must be non-empty bytes, got {self.digest!r}")
-        if self.id is not None and (type(self.id) is not int or not 0 <= self.id < 1 << 63):
-            raise InvalidRequestError(f"LoRA.id must be an integer from 0 to 2**63 - 1, got {self.id!r}")
+        if self.id is not None:
+            adapter_id = as_count(self.id, "LoRA.id", at_most=2**63 - 1, error=InvalidRequestError)
+            object.__setattr__(self, "id", adapter_id)
         if self.version is None and self.digest is None and self.id is None:
             raise InvalidRequestError(
                 f"LoRA {self.name!r} has neither version nor digest nor id, so another adapter of that name "
@@ -104,9 +106,9 @@ class MultiModalItem:
 
     def __post_init__(self) -> None:
         encode_text("MultiModalItem.identifier", self.identifier)
-        for name, value, least in (("offset", self.offset, 0), ("length", self.length, 1)):
-            if type(value) is not int or value < least:
-                raise InvalidRequestError(f"MultiModalItem.{name} must be an integer ≥ {least}, got {value!r}")
+        for name, least in (("offset", 0), ("length", 1)):
+            count = as_count(getattr(self, name), f"MultiModalItem.{name}", least, error=InvalidRequestError)
+            object.__setattr__(self, name, count)
 
     @cached_property
     def _identifier(self) -> bytes:
@@ -180,14 +182,14 @@ class ContentKeys:
     """
 
     lora: LoRA | None = None
-    multimodal: tuple[MultiModalItem, ...] = ()
+    multimodal: Sequence[MultiModalItem] = ()
     cache_salt: str | None = None
     prompt_embeds: PromptEmbeds | None = None
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "multimodal", tuple(self.multimodal))
         self._check_types()
+        object.__setattr__(self, "multimodal", tuple(self.multimodal))
         end = 0
         for index, item in enumerate(self.multimodal):
             if item.offset < end:
@@ -245,6 +247,8 @@ class ContentKeys:
     def _check_types(self) -> None:
         if self.lora is not None and not isinstance(self.lora, LoRA):
             raise InvalidRequestError(f"lora must be a LoRA or None, got {self.lora!r}")
+        if not isinstance(self.multimodal, (list, tuple)):
+            raise InvalidRequestError(f"multimodal must be a list or tuple of MultiModalItem, got {self.multimodal!r}")
         for index, item in enumerate(self.multimodal):
             if not isinstance(item, MultiModalItem):
                 raise InvalidRequestError(f"multimodal[{index}] must be a MultiModalItem, got {item!r}")

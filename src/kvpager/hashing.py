@@ -17,6 +17,7 @@ import numpy.typing as npt
 from . import _native
 from ._native import BlockHashes
 from .config import CacheConfig
+from .counts import as_count
 from .errors import ConfigError, InvalidRequestError
 from .extra_keys import ExtraKey
 
@@ -62,7 +63,7 @@ def hash_blocks(
     Raises ``InvalidRequestError`` for token ids that aren't integers from 0 to 2**32 - 1 and for
     whatever else doesn't fit. O(tokens).
     """
-    _check_block_size(block_size)
+    block_size = _checked_size("block_size", block_size)
     cbor = _check_algorithm(algorithm) == "sha256_cbor"
     first = root_hash(algorithm=algorithm) if parent is None else _check_parent(parent)
     hashes = BlockHashes(block_size, first, cbor)
@@ -107,7 +108,7 @@ class BlockHasher:
     root: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_block_size(self.hash_size)
+        object.__setattr__(self, "hash_size", _checked_size("hash_size", self.hash_size))
         root = root_hash(namespace=self.namespace, seed=self.seed, algorithm=self.algorithm)
         object.__setattr__(self, "root", root)
 
@@ -191,9 +192,8 @@ def _encode_option(name: str, value: object) -> bytes:
     raise ConfigError(f"{name} must be text that UTF-8 can encode, or bytes for a seed, got {value!r}")
 
 
-def _check_block_size(block_size: object) -> None:
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or not 1 <= block_size <= MAX_TOKEN_ID:
-        raise ConfigError(f"a hash block must have at least 1 token, got {block_size!r}")
+def _checked_size(name: str, num_tokens: object) -> int:
+    return as_count(num_tokens, f"{name} of a hash", 1, at_most=MAX_TOKEN_ID)
 
 
 def _check_algorithm(algorithm: Algorithm) -> Algorithm:
@@ -211,6 +211,8 @@ def _check_parent(parent: object) -> bytes:
 def _suffixes(extra_keys: ExtraKeysPerBlock | None, cbor: bool) -> list[bytes] | None:
     if extra_keys is None:
         return None
+    if not isinstance(extra_keys, Sequence):
+        raise InvalidRequestError(f"extra_keys must be a sequence with one entry for each block, got {extra_keys!r}")
     suffixes: list[bytes] = []
     last: Sequence[ExtraKey] | None = None
     for index, keys in enumerate(extra_keys):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from .counts import as_integer, as_number
 from .errors import ConfigError
 
 __all__ = ["BlockResidency", "PrefixCacheStats", "ResidencySampler"]
@@ -68,11 +69,13 @@ class ResidencySampler:
     """
 
     def __init__(self, sample_rate: float, *, clock: Callable[[], float], seed: int = 0) -> None:
-        if not 0 < sample_rate <= 1:
+        self.sample_rate = as_number(sample_rate, "sample_rate")
+        if not 0 < self.sample_rate <= 1:
             raise ConfigError(f"sample_rate must be above 0 and at most 1, got {sample_rate!r}")
-        self.sample_rate = sample_rate
+        if not callable(clock):
+            raise ConfigError(f"clock must be a function that gives seconds, got {clock!r}")
         self._clock = clock
-        self._random = random.Random(seed)
+        self._random = random.Random(as_integer(seed, "seed"))
         self._stays: dict[int, _Stay] = {}
         self._finished: list[BlockResidency] = []
 

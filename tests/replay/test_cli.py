@@ -181,7 +181,7 @@ def test_sweep_prints_a_table_and_draws_where_it_stands(
 BAD = [
     (["replay", "absent.jsonl"], "no such file"),
     (["replay", "BROKEN"], "2 faulty places"),
-    (["replay", "--block-size", "0"], "block_size must be an integer of at least 1, got 0"),
+    (["replay", "--block-size", "0"], "block_size must be an integer of at least 1"),
     (["replay", "--block-size", "x"], "Invalid value for '--block-size'"),
     (["replay", "--num-blocks", "1"], "leave none to allocate"),
     (["replay", "--num-blocks", "5", "--kv-memory", "1GiB", "--kv-bytes-per-token", "8"], "size once"),
@@ -192,8 +192,8 @@ BAD = [
     (["replay", "--arrivals", "-3"], "--arrivals takes trace or a whole number"),
     (["replay", "--watermark", "2"], "watermark"),
     (["replay", "--eviction-order", "lifo"], "lifo"),
-    (["replay", "--limit", "0"], "limit must be at least 1"),
-    (["replay", "--check", "-1"], "check_every must be at least 0"),
+    (["replay", "--limit", "0"], "limit must be an integer of at least 1"),
+    (["replay", "--check", "-1"], "check_every must be an integer of at least 0"),
     (["replay", "--max-running", "0"], "max_num_running"),
     (["replay", "--max-batched-tokens", "0"], "max_num_batched_tokens"),
     (["replay", "--max-model-len", "0"], "max_model_len"),
@@ -208,7 +208,7 @@ BAD = [
     (["sweep", "-", "--num-blocks", "10"], "a file instead of -"),
     (["sweep", "BROKEN", "--num-blocks", "10"], "2 faulty places"),
     (["sweep", "--num-blocks", "1"], "leave none to allocate"),
-    (["sweep", "--num-blocks", "10", "--jobs", "0"], "num_processes must be at least 1"),
+    (["sweep", "--num-blocks", "10", "--jobs", "0"], "num_processes must be an integer of at least 1"),
     (["sweep"], "--num-blocks"),
 ]
 

@@ -166,5 +166,5 @@ def test_a_kind_can_be_copied_and_sent_to_another_process(spec: AttentionSpec) -
 
 @pytest.mark.parametrize("name", ["block_size", "page_bytes", "window"])
 def test_sizes_have_an_upper_bound(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be at most"):
+    with pytest.raises(ConfigError, match=f"{name} must be an integer of at most"):
         SlidingWindow(**{"block_size": 4, "window": 8, name: 2**41})

@@ -72,6 +72,11 @@ def state(manager: KVCacheManager) -> object:
         ),
         (lambda: GroupSpec(layer_names=(), spec=FULL), ["at least one layer"]),
         (lambda: GroupSpec(layer_names=("x",), spec="full"), ["attention kind", "full"]),  # type: ignore[arg-type]
+        (lambda: GroupSpec(layer_names="model.layers.0", spec=FULL), ["layer_names", "'model.layers.0'", "brackets"]),  # type: ignore[arg-type]
+        (lambda: GroupSpec(layer_names=("x", 1), spec=FULL), ["layer_names", "('x', 1)"]),  # type: ignore[arg-type]
+        (lambda: GroupSpec(layer_names=None, spec=FULL), ["layer_names", "None"]),  # type: ignore[arg-type]
+        (lambda: CacheConfig(num_blocks=4, groups=None), ["groups", "None"]),  # type: ignore[arg-type]
+        (lambda: CacheConfig.uniform(4, [FULL], namespace=5), ["namespace", "5"]),
         (lambda: CacheConfig(num_blocks=4, groups=[FULL]), ["GroupSpec"]),  # type: ignore[arg-type]
         (lambda: make_manager(max_model_len=0), ["max_model_len", "at least 1"]),
         (lambda: make_manager(max_num_batched_tokens=0), ["max_num_batched_tokens", "at least 1"]),

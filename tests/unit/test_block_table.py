@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -145,9 +147,12 @@ def test_a_refused_append_writes_nothing(table: BlockTable) -> None:
 
 def test_an_out_that_cannot_hold_the_slots_is_refused(table: BlockTable) -> None:
     table.add_row(0, [[5], []])
-    for out in (np.zeros(1, np.int64), np.zeros(2, np.int32)):
-        with pytest.raises(InvalidRequestError, match="int64 array of at least 2"):
-            table.slot_mapping(0, [0, 0], [0, 1], out=out)  # type: ignore[arg-type]
+    frozen = np.zeros(2, np.int64)
+    frozen.flags.writeable = False
+    bad: Any
+    for bad in (np.zeros(1, np.int64), np.zeros(2, np.int32), np.zeros((2, 1), np.int64), frozen, [0, 0]):
+        with pytest.raises(InvalidRequestError, match=r"int64 array \[at least 2\]"):
+            table.slot_mapping(0, [0, 0], [0, 1], out=bad)
 
 
 @pytest.mark.parametrize(

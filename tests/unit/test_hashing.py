@@ -405,7 +405,7 @@ class TestBadTokens:
 
     @pytest.mark.parametrize("size", [0, -1, 1.5, True, "16", 2**32, None])
     def test_block_size(self, hash_blocks: HashBlocks, algorithm: str, size: object) -> None:
-        with pytest.raises(ConfigError, match="hash block"):
+        with pytest.raises(ConfigError, match=r"block.size"):
             hash_blocks([1], block_size=size, parent=PARENT, algorithm=algorithm)
 
 
@@ -441,7 +441,7 @@ class TestBlockHasher:
     @pytest.mark.parametrize(
         ("options", "says"),
         [
-            ({"hash_size": 0}, "at least 1 token"),
+            ({"hash_size": 0}, "hash_size of a hash must be an integer of at least 1"),
             ({"algorithm": "md5"}, "sha256, sha256_cbor"),
             ({"algorithm": None}, "unknown hash algorithm"),
             ({"namespace": b"a"}, "namespace"),

@@ -121,7 +121,7 @@ def test_plot(tmp_path: Path, suffix: str) -> None:
         (["no-such.json", "--memory", "1GiB"], "no-such.json: No such file"),
         (["llama-3.1-8b.json", "--memory", "lots"], "'lots' is not a size"),
         (["llama-3.1-8b.json", "--memory", "1GiB", "--lengths", "1k,many"], "'many' is not a length"),
-        (["llama-3.1-8b.json", "--memory", "1GiB", "--lengths", "0"], "num_tokens must be a positive integer, got 0"),
+        (["llama-3.1-8b.json", "--memory", "1GiB", "--lengths", "0"], "num_tokens must be an integer of at least 1"),
         (["llama-3.1-8b.json", "--memory", "1GiB", "--max-model-len", ""], "'' is not a length"),
         (["deep.json", "--memory", "1GiB"], "deep.json: not JSON"),
         (["llama-3.1-8b.json", "--memory", "1GiB", "--kv-dtype", "int3"], "kv_dtype must be one of"),

@@ -161,7 +161,7 @@ class TestFromHashes:
     @pytest.mark.parametrize(
         ("num_tokens", "hashes", "says"),
         [
-            (0, [], "0 prompt tokens"),
+            (0, [], "num_prompt_tokens must be an integer of at least 1"),
             (1.5, [], "integer"),
             (5, [b"short"], "32 bytes"),
             (5, ["a" * 32], "32 bytes"),
@@ -179,7 +179,7 @@ class TestFromHashes:
     [
         ({"request_id": ""}, "request_id"),
         ({"request_id": 5}, "request_id"),
-        ({"prompt_token_ids": []}, "0 prompt tokens"),
+        ({"prompt_token_ids": []}, "no prompt tokens"),
         ({"prompt_token_ids": None}, "neither prompt_token_ids nor prompt_embeds"),
         ({"prompt_token_ids": [1, -1]}, r"token_ids\[1\]"),
         ({"prompt_token_ids": "text"}, "token_ids"),

@@ -507,7 +507,7 @@ def test_schedule_and_update_take_turns() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_running": 0}, r"max_num_running must be an integer of at least 1 and at most 2\*\*40, got 0"),
+        ({"max_num_running": 0}, r"max_num_running must be an integer of at least 1, got 0"),
         ({"max_num_scheduled_tokens": 0}, "max_num_scheduled_tokens must be an integer of at least 1"),
         ({"max_num_scheduled_tokens": 201}, "is 201, but the manager plans for steps of at most 200"),
         ({"num_lookahead_tokens": -1}, "num_lookahead_tokens must be an integer of at least 0"),

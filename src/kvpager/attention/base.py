@@ -18,17 +18,13 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from .._native import AttentionKind
-from ..errors import ConfigError
+from ..counts import as_count
 
 __all__ = ["AttentionSpec", "Content", "ceil_div"]
 
 Content = Literal["tokens", "encoder_tokens", "last_state", "every_state", "step_states"]
 """What a block holds: the tokens of its position; an encoder's output, allocated once; the one state of a request; the
 state at its end; the state at its end if a step ended there, else nothing."""
-
-
-MAX_COUNT = 2**40
-"""Every size and token count is at most this: no sum or product of some of them overflows in the compiled part."""
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -71,10 +67,7 @@ class AttentionSpec:
         self._require("page_bytes", self.page_bytes, 0)
 
     def _require(self, name: str, value: object, at_least: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-            raise ConfigError(f"{type(self).__name__}.{name} must be an integer of at least {at_least}, got {value!r}")
-        if value > MAX_COUNT:
-            raise ConfigError(f"{type(self).__name__}.{name} must be at most {MAX_COUNT} (2**40), got {value!r}")
+        object.__setattr__(self, name, as_count(value, f"{type(self).__name__}.{name}", at_least))
 
     def __getstate__(self) -> dict[str, object]:  # to a process pool, say: the rule is made again there
         return {name: value for name, value in vars(self).items() if name != "rule"}

@@ -12,6 +12,7 @@ from typing import Any
 from ..attention import AttentionSpec, CrossAttention, Mamba
 from ..attention.mamba import MambaMode
 from ..config import CacheConfig, check_eagle
+from ..counts import MAX_BYTES, as_count
 from ..errors import ConfigError
 from .checkpoint import kv_dtype_of
 from .families import ModelLayers, model_layers
@@ -26,16 +27,19 @@ from .weights import Weights, estimate_weights
 __all__ = ["DEFAULT_LENGTHS", "Plan", "PlanOptions", "TraceFit", "load_cache_config", "plan"]
 
 DEFAULT_LENGTHS = (1024, 8192, 131072)
-_POSITIVE = (
-    "memory_bytes",
-    "tensor_parallel",
-    "pipeline_parallel",
-    "data_parallel",
-    "decode_context_parallel",
-    "prefill_context_parallel",
-    "block_size",
-    "max_step",
-)
+_COUNTS = {
+    "memory_bytes": 1,
+    "weights_bytes": 0,
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "data_parallel": 1,
+    "decode_context_parallel": 1,
+    "prefill_context_parallel": 1,
+    "block_size": 1,
+    "max_model_len": 1,
+    "max_step": 1,
+}
+_MAY_BE_NONE = {"max_model_len", "weights_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +72,10 @@ class PlanOptions:
     assume_full: bool = False
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            _require_positive(name, getattr(self, name))
-        if self.max_model_len is not None:
-            _require_positive("max_model_len", self.max_model_len)
-        if self.weights_bytes is not None and self.weights_bytes < 0:
-            raise ConfigError(f"weights_bytes must not be negative, got {self.weights_bytes}")
+        for name, at_least in _COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                object.__setattr__(self, name, as_count(value, name, at_least, at_most=MAX_BYTES))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be a fraction above 0 and at most 1, got {self.gpu_memory_utilization}"
@@ -206,7 +208,7 @@ class Plan:
 
         0 for a length above ``max_model_len``. Raises ``ConfigError`` for a length below 1.
         """
-        _require_positive("num_tokens", num_tokens)
+        num_tokens = as_count(num_tokens, "num_tokens", 1)
         first = self.blocks_while_prefilling(num_tokens)
         usable = self.num_blocks - 1
         if num_tokens > self.max_model_len or first > usable:
@@ -456,8 +458,3 @@ def _too_little(grouping: Grouping, options: PlanOptions, weights: Weights, free
         f"give more memory, more ranks, or a smaller block size"
         + ("; --weights-memory 0 if the memory is what is free beside the weights" if weights.is_estimate else "")
     )
-
-
-def _require_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}")

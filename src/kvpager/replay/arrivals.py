@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..counts import as_count
 from .records import Session, TraceRequest
 
 __all__ = ["Arrival", "Arrivals", "ClosedLoop", "TraceClock"]
@@ -43,7 +44,7 @@ class TraceClock:
     """
 
     def __init__(self, sessions: Iterable[Session], limit: int | None = None) -> None:
-        self._requests = itertools.islice(_by_time(sessions), limit)
+        self._requests = itertools.islice(_by_time(sessions), _checked_limit(limit))
         self._next = next(self._requests, None)
 
     def poll(self, now: float) -> Iterator[Arrival]:
@@ -70,7 +71,8 @@ class ClosedLoop:
 
     def __init__(self, sessions: Iterable[Session], num_slots: int, limit: int | None = None) -> None:
         self._sessions = iter(sessions)
-        self._left = limit
+        self._left = _checked_limit(limit)
+        num_slots = as_count(num_slots, "num_slots", 1)
         self._running: list[Iterator[TraceRequest]] = [iter(())] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -103,6 +105,10 @@ class ClosedLoop:
     def next_time(self) -> float | None:
         """Always None: arrivals wait for requests under way."""
         return None
+
+
+def _checked_limit(limit: int | None) -> int | None:
+    return None if limit is None else as_count(limit, "limit")
 
 
 def _by_time(sessions: Iterable[Session]) -> Iterator[Arrival]:

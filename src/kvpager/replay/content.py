@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..counts import as_count
 from ..hashing import HASH_BYTES, hash_blocks
 from .records import BlockIds, TokenContent, TraceRequest
 
@@ -51,7 +52,7 @@ class PromptMaker:
     """
 
     def __init__(self, hash_size: int, *, expand: bool = False) -> None:
-        self._hash_size = hash_size
+        self._hash_size = as_count(hash_size, "hash_size", 1)
         self._expand = expand
         self._tree = _PromptTree()
         self._seen: set[bytes] = set()

@@ -16,6 +16,7 @@ from ..attention import (
     SlidingWindow,
 )
 from ..config import CacheConfig
+from ..counts import MAX_BYTES, as_count
 from ..errors import ConfigError
 from ..planner.units import parse_bytes
 
@@ -55,6 +56,9 @@ def parse_groups(text: str, block_size: int) -> tuple[AttentionSpec, ...]:
 
     Terms are joined by ``+``; ``5xsliding:1024`` is five groups of one kind. Raises ``ConfigError``.
     """
+    block_size = as_count(block_size, "block_size", 1)
+    if not isinstance(text, str):
+        raise ConfigError(f"groups must be text; a layout is made of {_FORMS}, joined by +, got {text!r}")
     specs: list[AttentionSpec] = []
     for term in text.split("+"):
         match = _TERM.fullmatch(term.strip())
@@ -74,8 +78,9 @@ def num_blocks_in(memory_bytes: int, kv_bytes_per_token: int, block_size: int, n
     ``kv_bytes_per_token`` is that of all layers together. A block belongs to one group, so it holds its
     tokens for one of ``num_groups`` equal shares of the layers. Raises ``ConfigError``.
     """
-    if kv_bytes_per_token < 1:
-        raise ConfigError(f"kv_bytes_per_token must be at least 1 byte, got {kv_bytes_per_token}")
+    memory_bytes = as_count(memory_bytes, "memory_bytes", at_most=MAX_BYTES)
+    kv_bytes_per_token = as_count(kv_bytes_per_token, "kv_bytes_per_token", 1)
+    block_size, num_groups = as_count(block_size, "block_size", 1), as_count(num_groups, "num_groups", 1)
     num_blocks = memory_bytes * num_groups // (kv_bytes_per_token * block_size)
     if num_blocks < 2:
         raise ConfigError(

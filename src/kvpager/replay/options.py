@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from ..config import CacheConfig
+from ..counts import as_count, as_number
 from ..errors import ConfigError
 from ..pool import EvictionOrder
 
@@ -22,9 +22,8 @@ class StepTime:
 
     def __post_init__(self) -> None:
         for name in ("base_ms", "ms_per_prefill_token", "ms_per_decoding_request"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"StepTime.{name} must be a number of milliseconds of at least 0, got {value!r}")
+            milliseconds = as_number(getattr(self, name), f"StepTime.{name} (milliseconds)", 0.0)
+            object.__setattr__(self, name, milliseconds)
         if not self.base_ms + self.ms_per_prefill_token:
             raise ConfigError("StepTime: a step must take some time; set base_ms above 0")
 
@@ -61,11 +60,25 @@ class ReplayOptions:
     expand_ids: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_in_flight", "limit"):
+        if not isinstance(self.config, CacheConfig):
+            raise ConfigError(f"ReplayOptions.config must be a CacheConfig, got {self.config!r}")
+        if not isinstance(self.step_time, StepTime):
+            raise ConfigError(f"ReplayOptions.step_time must be a StepTime, got {self.step_time!r}")
+        for name, at_least in _COUNTS.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"ReplayOptions.{name} must be at least 1, got {value!r}; leave it out for no limit")
-        if self.num_encoder_tokens < 0:
-            raise ConfigError(f"ReplayOptions.num_encoder_tokens must be at least 0, got {self.num_encoder_tokens!r}")
-        if self.check_every < 0:
-            raise ConfigError(f"ReplayOptions.check_every must be at least 0 steps, got {self.check_every!r}")
+            if value is not None or name not in _MAY_BE_NONE:
+                object.__setattr__(self, name, as_count(value, f"ReplayOptions.{name}", at_least))
+        object.__setattr__(self, "watermark", as_number(self.watermark, "ReplayOptions.watermark", 0.0))
+
+
+_MAY_BE_NONE = {"num_in_flight", "limit"}
+_COUNTS = {
+    "max_model_len": 1,
+    "max_num_batched_tokens": 1,
+    "max_num_running": 1,
+    "num_lookahead_tokens": 0,
+    "num_encoder_tokens": 0,
+    "num_in_flight": 1,
+    "limit": 1,
+    "check_every": 0,
+}

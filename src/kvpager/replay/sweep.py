@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 from rich.table import Table
 
+from ..counts import as_count
 from ..errors import ConfigError
 from .options import ReplayOptions
 from .report import ReplayReport
@@ -45,8 +46,11 @@ def sweep(
     """
     if source.path == STDIN:
         raise ConfigError("a sweep reads its trace once for each size; give a file instead of -")
-    if num_processes is not None and num_processes < 1:
-        raise ConfigError(f"num_processes must be at least 1, got {num_processes}; leave it out for one a CPU")
+    if num_processes is not None:
+        num_processes = as_count(num_processes, "num_processes", 1)
+    sizes = [as_count(size, f"sizes[{index}]", 1) for index, size in enumerate(sizes)]
+    if not sizes:
+        return []
     all_options = [replace(options, config=replace(options.config, num_blocks=size)) for size in sizes]
     num_processes = min(num_processes or os.cpu_count() or 1, len(sizes))
     context = multiprocessing.get_context("spawn")

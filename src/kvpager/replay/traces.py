@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from ..counts import as_count
 from ..errors import TraceError
 from .agent_sessions import SessionParser
 from .faults import UNREADABLE, Fault, FaultList, lines_before
@@ -50,6 +51,7 @@ def read_trace(source: str) -> Iterator[Session]:
 
 def count_requests(source: str, limit: int | None = None) -> int:
     """How many requests a trace has, at most ``limit``. Reads it once: faults come out before a replay."""
+    limit = None if limit is None else as_count(limit, "limit")
     total = 0
     for session in read_trace(source):
         total += len(session.requests)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 
+from ..counts import as_integer
 from .records import BlockIds, Session, TraceRequest
 
 __all__ = ["NUM_WORKLOAD_REQUESTS", "builtin_workload"]
@@ -32,7 +33,7 @@ def builtin_workload(seed: int = 0) -> Iterator[Session]:
     another way. Every piece of text is made of token ids of its own (a block id stands for one token),
     so prompts share exactly what they have in common, at any block size.
     """
-    rng = random.Random(seed)
+    rng = random.Random(as_integer(seed, "seed"))
     text = _Text()
     systems = {False: text.piece(_CHAT_SYSTEM_TOKENS), True: text.piece(_AGENT_SYSTEM_TOKENS)}
     kinds = [False] * _NUM_CHATS + [True] * _NUM_AGENTS
