@@ -11,7 +11,9 @@ if [ ! -x "$ORACLE/bin/python" ]; then
 fi
 # shellcheck disable=SC1091
 . "$ORACLE/env.sh"
-"$ORACLE/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/oracle . 2>/dev/null
+# A build folder of its own: other builds of this checkout may run at the same time.
+"$ORACLE/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/oracle \
+  --config-settings=build-dir=build/oracle-cmake . 2>/dev/null
 # The sitecustomize in `path` lets torchvision import beside a CPU build of torch.
 export PYTHONPATH="$PWD/build/oracle:$PWD/tests/inside_vllm/path${PYTHONPATH:+:$PYTHONPATH}"
 exec "$ORACLE/bin/python" "$@"

