@@ -19,6 +19,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch, 
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.utils.hashing import sha256, sha256_cbor
+from vllm.v1 import kv_cache_interface as vllm_specs
 from vllm.v1.core.kv_cache_manager import KVCacheManager as VLLM
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, make_block_hash_with_group_id
@@ -219,6 +220,51 @@ def test_vllms_publisher_sends_them() -> None:
     encode = msgspec.msgpack.encode
     assert encode(received.events) == encode(events)
     assert any(isinstance(event, BlockStored) and event.lora_name == "poet" for event in received.events)
+
+
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+MAMBA: dict[str, Any] = {"shapes": ((1,),), "dtypes": (torch.float32,)}
+NAMED_SPECS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    "FullAttentionSpec": ("full_attention", None, HEADS),
+    "TQFullAttentionSpec": ("full_attention", None, HEADS),
+    "MLAAttentionSpec": ("mla_attention", None, HEADS),
+    "HiddenStateCacheSpec": ("mla_attention", None, HEADS),
+    "RSWASpec": ("full_attention", None, HEADS | {"rswa_window": 64}),
+    "SinkFullAttentionSpec": ("sink_full_attention", None, HEADS | {"sink_len": 32}),
+    "ChunkedLocalAttentionSpec": ("chunked_local_attention", None, HEADS | {"attention_chunk_size": 64}),
+    "SlidingWindowSpec": ("sliding_window", 64, HEADS | {"sliding_window": 64}),
+    "SlidingWindowMLASpec": ("sliding_window_mla", 64, HEADS | {"sliding_window": 64}),
+    "MambaSpec": ("mamba", None, MAMBA | {"mamba_cache_mode": "all"}),
+}
+"""How vLLM names and describes each of its classes that can be hit."""
+NEVER_STORED = {"KVCacheSpec", "AttentionSpec", "EncoderOnlyAttentionSpec", "CrossAttentionSpec"}
+CANNOT_BE_BUILT_BY_VLLM = {"SinkFullAttentionSpec"}  # the constructor of its manager lacks an argument in 0.25.1
+
+
+def stored_kinds(kind: Any, spec: Any) -> set[tuple[str | None, int | None]]:
+    host = manager(kind, specs=[spec], enable_kv_cache_events=True)
+    assert host.allocate_slots(request("a", range(100)), 100) is not None
+    stored = [event for event in host.take_events() if isinstance(event, BlockStored)]
+    return {(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in stored}
+
+
+@pytest.mark.parametrize("name", NAMED_SPECS)
+@pytest.mark.parametrize("in_layers", [False, True])
+def test_events_name_a_kind_as_vllm_does(name: str, in_layers: bool) -> None:
+    kind, size, options = NAMED_SPECS[name]
+    spec = getattr(vllm_specs, name)(block_size=BLOCK, **options)
+    if in_layers:
+        spec = vllm_specs.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"first": spec, "second": spec})
+    assert stored_kinds(KVPAGER, spec) == {(kind, size)}
+    if name not in CANNOT_BE_BUILT_BY_VLLM and not in_layers:
+        assert stored_kinds(VLLM, spec) == {(kind, size)}
+
+
+def test_every_class_of_spec_is_among_them() -> None:
+    def below(spec: type) -> set[str]:
+        return {spec.__name__}.union(*(below(other) for other in spec.__subclasses__() if "vllm" in other.__module__))
+
+    assert below(vllm_specs.KVCacheSpec) == {*NAMED_SPECS, *NEVER_STORED, "UniformTypeKVCacheSpecs"}
 
 
 # -- statistics ---------------------------------------------------------------------------------

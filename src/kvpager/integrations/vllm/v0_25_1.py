@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 from vllm import envs
 from vllm.distributed import kv_events as vllm_events
@@ -105,14 +105,21 @@ class KVCacheManager(SchedulerManager):
         )
         self.kv_cache_config = kv_cache_config
         self.metrics_collector = metrics_collector
+        self._event_kinds = [
+            (
+                vllm_specs.get_kv_cache_spec_kind(group.kv_cache_spec).value,
+                vllm_specs.get_kv_cache_spec_sliding_window(group.kv_cache_spec),
+            )
+            for group in kv_cache_config.kv_cache_groups
+        ]
 
     def new_stats(self) -> PrefixCacheStats:
         """vLLM's own class."""
         return PrefixCacheStats()
 
     def as_host_event(self, event: KVCacheEvent) -> Any:
-        """The same event in vLLM's class, hashes converted as its configuration says."""
-        return as_vllm_event(event)
+        """The same event in vLLM's class, with vLLM's name for the group's kind."""
+        return as_vllm_event(event, self._event_kinds)
 
 
 def _scheduler_being_built() -> Any:
@@ -232,14 +239,18 @@ class EventSource:
         return keys
 
 
-def as_vllm_event(event: KVCacheEvent) -> Any:
-    """The same event in vLLM's class, hashes converted as its configuration says."""
+def as_vllm_event(event: KVCacheEvent, kinds: Sequence[tuple[str, int | None]]) -> Any:
+    """The same event in vLLM's class, hashes converted as its configuration says.
+
+    ``kinds`` are vLLM's names of the groups' kinds, each with its window.
+    """
     if isinstance(event, AllBlocksCleared):
         return vllm_events.AllBlocksCleared()
     hashes = [kv_cache_utils.maybe_convert_block_hash(block_hash) for block_hash in event.block_hashes]
     if not isinstance(event, BlockStored):
         return vllm_events.BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=event.group_idx)
     parent = event.parent_block_hash
+    kind, window = kinds[event.group_idx or 0]
     return vllm_events.BlockStored(
         block_hashes=hashes,
         parent_block_hash=None if parent is None else kv_cache_utils.maybe_convert_block_hash(parent),
@@ -250,8 +261,8 @@ def as_vllm_event(event: KVCacheEvent) -> Any:
         lora_name=event.lora_name,
         extra_keys=event.extra_keys,
         group_idx=event.group_idx,
-        kv_cache_spec_kind=event.kv_cache_spec_kind,
-        kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window,
+        kv_cache_spec_kind=kind,
+        kv_cache_spec_sliding_window=window,
     )
 
 
