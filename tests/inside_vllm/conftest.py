@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,25 @@ def models() -> dict[str, str]:
     assert done.returncode == 0, done.stderr[-4000:]
     folders: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return folders
+
+
+class Listener(logging.Handler):
+    """What the plug-in says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    listener, logger = Listener(), logging.getLogger("vllm.kvpager")
+    logger.addHandler(listener)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    yield listener.said
+    logger.setLevel(before)
+    logger.removeHandler(listener)

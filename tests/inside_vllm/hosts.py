@@ -96,6 +96,7 @@ def scheduler(
     policy: str = "fcfs",
     transfer: Mapping[str, Any] | None = None,
     events: bool = False,
+    **limits: Any,
 ) -> Any:
     """A scheduler with the given kind of manager."""
     config = VllmConfig(
@@ -107,6 +108,7 @@ def scheduler(
             async_scheduling=is_async,
             policy=policy,
             disable_hybrid_kv_cache_manager=False if len(specs) > 1 else None,
+            **limits,
         ),
         model_config=ModelConfig(model=_model_folder(), skip_tokenizer_init=True, dtype="float32"),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode=_mamba_mode(specs)),

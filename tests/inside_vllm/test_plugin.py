@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,28 +40,6 @@ def image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(
         data=MultiModalKwargsItem.dummy(), mm_position=place, identifier=identifier, modality="image"
     )
-
-
-class Listener(logging.Handler):
-    """What the plug-in says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    listener, logger = Listener(), logging.getLogger("vllm.kvpager")
-    logger.addHandler(listener)
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    yield listener.said
-    logger.setLevel(before)
-    logger.removeHandler(listener)
 
 
 # -- registering --------------------------------------------------------------------------------

@@ -179,6 +179,90 @@ def test_states_at_boundaries_passed_while_decoding_are_hit(kind: Any, is_async:
     assert hit_of(host, [*range(40), *[7] * 40, 1, 2, 3]) == 64
 
 
+# -- what no correct host does ------------------------------------------------------------------
+
+
+def finish(host: Any, token: int = 7, *, max_steps: int = 100) -> int:
+    """Steps until everybody is done; each request samples one token a step."""
+    for number in range(max_steps):
+        if not host.requests:
+            return number
+        output = host.schedule()
+        names = [name for name in output.num_scheduled_tokens if not host.requests[name].is_prefill_chunk]
+        host.update_from_output(output, answers(output, {name: [token] for name in names}))
+        check(host)
+    raise AssertionError(f"{sorted(host.requests)} are not done after {max_steps} steps")
+
+
+@pytest.mark.parametrize("specs", ["full", "window"])
+def test_more_tokens_accepted_than_drafted_starts_one_request_over(specs: str, said: list[str]) -> None:
+    host = scheduler(specs=SPECS[specs], num_drafts=20, max_num_batched_tokens=256)
+    for name in ("good", "bad"):
+        host.add_request(request(name, [len(name)] * 40, max_tokens=100))
+    step(host, {"good": [1], "bad": [1]})
+    host.update_draft_token_ids(DraftTokenIds(["good", "bad"], [[2, 2], [2, 2]]))
+    step(host, {"good": [2, 2, 2], "bad": [2] * 21})
+    output = step(host, {"good": [3]})
+    assert output.preempted_req_ids == {"bad"} and "good" in output.num_scheduled_tokens
+    (message,) = said
+    assert "request bad" in message and "starts over" in message and "num_computed_tokens" in message
+    finish(host)
+    assert said == [message]
+
+
+def test_computed_tokens_of_a_request_that_was_never_scheduled_start_over(said: list[str]) -> None:
+    host = scheduler()
+    one = request("session", range(40), max_tokens=4)
+    one.num_computed_tokens = 32
+    host.add_request(one)
+    assert not step(host).num_scheduled_tokens
+    assert step(host, {"session": [1]}).num_scheduled_tokens == {"session": 40}
+    finish(host)
+    (message,) = said
+    assert "session" in message and "starts over" in message
+
+
+def test_tokens_without_slots_are_not_cached_and_nothing_is_raised(said: list[str]) -> None:
+    host = scheduler()
+    host.add_request(request("a", range(20), max_tokens=100))
+    step(host, {"a": [1]})
+    one = host.requests["a"]
+    one.append_output_token_ids([5] * 100)
+    for _ in range(3):
+        host.kv_cache_manager.cache_blocks(one, 120)
+    check(host)
+    (message,) = said
+    assert "'a'" in message and "120 tokens cannot be cached" in message
+
+
+@pytest.mark.parametrize("num_blocks", [42, 45, 48])
+@pytest.mark.parametrize("kind", [KVPAGER, VLLM])
+def test_a_long_prompt_in_short_steps_is_served(kind: Any, num_blocks: int, said: list[str]) -> None:
+    host = scheduler(
+        kind,
+        num_blocks=num_blocks,
+        specs=[full(), window(64)],
+        max_num_batched_tokens=512,
+        long_prefill_token_threshold=64,
+        scheduler_reserve_full_isl=False,
+    )
+    host.add_request(request("a", range(480), max_tokens=4))
+    assert finish(host) == 11
+    assert not [message for message in said if "request a" in message]
+
+
+def test_what_never_fits_is_told_as_it_was_planned(said: list[str]) -> None:
+    host = scheduler(
+        num_blocks=36, specs=[full(), window(64)], max_num_batched_tokens=512, long_prefill_token_threshold=64
+    )
+    host.add_request(request("a", range(480), max_tokens=4))
+    for _ in range(3):
+        assert not step(host).num_scheduled_tokens
+    at_start, message = said
+    assert "cannot hold a sequence of max_model_len 512" in at_start
+    assert "480 tokens" in message and "steps of up to 64" in message and "waits for ever" in message
+
+
 # -- loads --------------------------------------------------------------------------------------
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ... import check as kvpager_check
 from ...attention import Mamba
 from ...blocks import KVCacheBlocks
 from ...config import CacheConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, InvalidRequestError
 from ...events import KVCacheEvent
 from ...manager import KVCacheManager
 from ...pool import NULL_BLOCK, EvictionOrder
@@ -30,6 +30,7 @@ logger = logging.getLogger("vllm.kvpager")
 class SchedulerManager:
     """What vLLM's scheduler builds in place of its own manager.
 
+    ``max_num_batched_tokens`` is the most that one step of the scheduler computes for one request.
     ``num_sink_blocks`` are set aside: vLLM's kernels find static sinks at the pool's first blocks, not in tables.
     ``group_classes`` are the classes of vLLM that each group passes for.
     """
@@ -81,7 +82,6 @@ class SchedulerManager:
         self.block_pool = ConnectorBlockPool(self.manager)
         self.coordinator = Coordinator(self.manager, group_classes)
         self._logs_events = enable_kv_cache_events
-        self._all_fit = self._fits(max_model_len, max_model_len)
         self._may_have_failed_loads = False
         self._must_restart: set[str] = set()
         self._told: set[str] = set()
@@ -92,7 +92,7 @@ class SchedulerManager:
             len(config.groups),
             eviction_order,
         )
-        if config.groups and not self._all_fit:
+        if config.groups and not self.manager.coordinator.length_fits(max_model_len, max_model_len, 0, 0):
             logger.warning(
                 "kvpager: %d blocks cannot hold a sequence of max_model_len %d tokens; one longer than fits will wait "
                 "for ever, as with vLLM's own manager. Lower max_model_len or raise num_gpu_blocks_override",
@@ -103,7 +103,6 @@ class SchedulerManager:
     def _take_methods_over(self) -> None:
         """kvpager's own methods where both mean the same: no call in between."""
         manager = self.manager
-        self.allocate_slots: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
         self.free = manager.free
         self.pop_blocks_for_free = manager.pop_blocks_for_free
         self.remove_skipped_blocks = manager.remove_skipped_blocks
@@ -132,22 +131,42 @@ class SchedulerManager:
         """kvpager's answer; the scheduler reads the junction from the coordinator, as a distance behind the hit."""
         blocks, num_tokens = self.manager.get_computed_blocks(request)
         self.coordinator.num_uncached_common_prefix_tokens = max(0, blocks.junction - num_tokens)
-        if not self._all_fit:
-            self._tell_if_it_never_fits(request)
         return blocks, num_tokens
 
-    def _fits(self, num_tokens: int, num_prompt_tokens: int) -> bool:
-        return self.manager.coordinator.length_fits(num_tokens, num_prompt_tokens, 0, 0)
+    def allocate_slots(self, request: Any, *args: Any, **options: Any) -> KVCacheBlocks | None:
+        """kvpager's answer; None where it raises, which would end the engine: that request starts over."""
+        if request.request_id in self._must_restart and not self.manager.coordinator.can_continue(request):
+            return None  # it lacks what it would go on from
+        try:
+            blocks = self.manager.allocate_slots(request, *args, **options)
+        except InvalidRequestError as error:
+            self._start_over(request, error)
+            return None
+        if blocks is None and not self.manager.coordinator.is_live(request):
+            self._tell_if_it_never_fits(request, options)
+        return blocks
 
-    def _tell_if_it_never_fits(self, request: Any) -> None:
-        if request.request_id in self._told or self._fits(request.num_tokens, request.num_prompt_tokens):
-            return
-        self._told.add(request.request_id)
-        logger.error(
-            "kvpager: request %s has %d tokens, more than the whole cache can hold: it waits for ever; abort it",
-            request.request_id,
-            request.num_tokens,
-        )
+    def _start_over(self, request: Any, error: InvalidRequestError) -> None:
+        """A state that no correct step leaves. vLLM preempts those that run; those that wait are set back here."""
+        self._tell_once(request, f"cannot go on, so it starts over ({error})")
+        if request.status.name != "RUNNING":
+            self.manager.free(request)
+            request.num_computed_tokens = 0
+
+    def _tell_if_it_never_fits(self, request: Any, options: Mapping[str, Any]) -> None:
+        extra = (options.get("num_lookahead_tokens", 0), options.get("num_encoder_tokens", 0))
+        if not self.manager.fits_alone(request, *extra):
+            self._tell_once(
+                request,
+                f"has {request.num_tokens} tokens; computed from the first one in steps of up to "
+                f"{self.manager.max_num_batched_tokens}, it needs more blocks than the whole cache has: it waits for "
+                f"ever; abort it",
+            )
+
+    def _tell_once(self, request: Any, message: str) -> None:
+        if request.request_id not in self._told:
+            self._told.add(request.request_id)
+            logger.error("kvpager: request %s %s", request.request_id, message)
 
     # -- while it runs -------------------------------------------------------------------------
 
@@ -166,7 +185,10 @@ class SchedulerManager:
             # Sampled asynchronously: the step that gave the last token ended here, which nobody knew to be a token's
             # end when it was planned.
             manager.coordinator.step_ends(request, num_computed_tokens)
-        manager.cache_blocks(request, num_computed_tokens)
+        try:
+            manager.cache_blocks(request, num_computed_tokens)
+        except InvalidRequestError as error:
+            self._tell_once(request, f"is not cached up to token {num_computed_tokens} ({error})")
 
     def new_step_starts(self) -> None:
         """A step begins. If loads failed in the last one, what was computed from them leaves the index."""
@@ -202,8 +224,6 @@ class SchedulerManager:
         self._must_restart = {
             request_id for request_id, request in live.items() if not self.manager.coordinator.can_continue(request)
         }
-        restarting = self._allocate_unless_restarting if self._must_restart else self.manager.allocate_slots
-        self.allocate_slots = restarting
 
     def _first_uncomputed(self, request: RequestLike) -> list[int]:
         """The block where a request's computed tokens were cut, if committed ones lie behind the cut.
@@ -220,12 +240,6 @@ class SchedulerManager:
             return []
         block_id = self.manager.get_block_ids(request.request_id)[0][request.num_computed_tokens // block_size]
         return [block_id] if block_id != NULL_BLOCK else []
-
-    def _allocate_unless_restarting(self, request: Any, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-        """Refuse those that lack what they would go on from: vLLM preempts them, and they start over."""
-        if request.request_id in self._must_restart and not self.manager.coordinator.can_continue(request):
-            return None
-        return self.manager.allocate_slots(request, *args, **kwargs)
 
     # -- what it tells -------------------------------------------------------------------------
 

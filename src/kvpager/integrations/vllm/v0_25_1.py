@@ -36,6 +36,7 @@ from ...errors import ConfigError
 from ...events import AllBlocksCleared, BlockStored, KVCacheEvent
 from ...extra_keys import ExtraKey, ExtraKind
 from ...hashing import hash_blocks
+from ...pool import EvictionOrder
 from ...stats import ResidencySampler
 from .manager import SchedulerManager, refuse_pool_walkers
 
@@ -80,7 +81,8 @@ class KVCacheManager(SchedulerManager):
         metrics_collector: Any = None,
         watermark: float = 0.0,
     ) -> None:
-        refuse_pool_walkers(_scheduler_being_built())
+        scheduler = _scheduler_being_built()
+        refuse_pool_walkers(scheduler)
         config = cache_config(kv_cache_config, hash_block_size, dcp_world_size, pcp_world_size, enable_caching)
         if enable_caching and len(config.groups) > 1 and scheduler_block_size != config.alignment:
             raise ConfigError(
@@ -91,7 +93,7 @@ class KVCacheManager(SchedulerManager):
         super().__init__(
             config,
             max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=_largest_step(scheduler, max_num_batched_tokens),
             enable_caching=enable_caching,
             use_eagle=use_eagle,
             log_stats=log_stats,
@@ -131,6 +133,24 @@ def _scheduler_being_built() -> Any:
             return caller
         frame = frame.f_back
     return None
+
+
+def _largest_step(scheduler: Any, max_num_batched_tokens: int | None) -> int | None:
+    """The most tokens that a step of the scheduler computes for one request; a manager built alone is told it."""
+    if scheduler is None:
+        return max_num_batched_tokens
+    long_prefill: int = scheduler.scheduler_config.long_prefill_token_threshold
+    most: int = scheduler.max_num_scheduled_tokens
+    return min(most, long_prefill) if long_prefill > 0 else most
+
+
+def _eviction_order() -> EvictionOrder:
+    order: Any = os.environ.get("KVPAGER_VLLM_EVICTION", "dead_first")
+    if order not in get_args(EvictionOrder):
+        raise ConfigError(
+            f"KVPAGER_VLLM_EVICTION is {order!r}; set it to {' or '.join(get_args(EvictionOrder))}, or unset it"
+        )
+    return order  # type: ignore[no-any-return]
 
 
 def _update_request_as_session(scheduler: Any, session: Any, update: Any) -> None:
