@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import ClassVar, Literal, overload
 
 from .errors import InvalidRequestError
 from .pool import NULL_BLOCK, BlockList, BlockPool
@@ -38,11 +38,12 @@ class Block:
 class GroupBlocks(Sequence[Block]):
     """The blocks of one group by position; a view is made when one is looked at."""
 
-    __slots__ = ("_list", "_pool")
+    __slots__ = ("_block_class", "_list", "_pool")
 
-    def __init__(self, pool: BlockPool, blocks: BlockList) -> None:
+    def __init__(self, pool: BlockPool, blocks: BlockList, block_class: type[Block] = Block) -> None:
         self._pool = pool
         self._list = blocks
+        self._block_class = block_class
 
     def __len__(self) -> int:
         return len(self._list)
@@ -53,11 +54,11 @@ class GroupBlocks(Sequence[Block]):
     def __getitem__(self, index: slice) -> list[Block]: ...
     def __getitem__(self, index: int | slice) -> Block | list[Block]:
         if isinstance(index, slice):
-            return [Block(self._pool, block_id) for block_id in self._list.ids()[index]]
-        return Block(self._pool, self._list[index])
+            return [self._block_class(self._pool, block_id) for block_id in self._list.ids()[index]]
+        return self._block_class(self._pool, self._list[index])
 
     def __iter__(self) -> Iterator[Block]:
-        return (Block(self._pool, block_id) for block_id in self._list.ids())
+        return (self._block_class(self._pool, block_id) for block_id in self._list.ids())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupBlocks) and self._pool is other._pool and self._list.ids() == other._list.ids()
@@ -76,6 +77,9 @@ class KVCacheBlocks:
 
     __slots__ = ("_generation", "_lists", "_pool", "junction")
 
+    block_class: ClassVar[type[Block]] = Block
+    """What a block is shown as."""
+
     def __init__(self, pool: BlockPool, lists: Sequence[BlockList], junction: int = 0, generation: int = -1) -> None:
         self._pool = pool
         self._lists = tuple(lists)
@@ -85,7 +89,7 @@ class KVCacheBlocks:
     @property
     def blocks(self) -> tuple[Sequence[Block], ...]:
         """Views of the blocks, per group."""
-        return tuple(GroupBlocks(self._pool, blocks) for blocks in self._lists)
+        return tuple(GroupBlocks(self._pool, blocks, self.block_class) for blocks in self._lists)
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
         """Both allocations, one after the other. O(blocks)."""
@@ -94,7 +98,7 @@ class KVCacheBlocks:
         if other._pool is not self._pool:
             raise InvalidRequestError("blocks of two managers cannot be joined")
         lists = [BlockList(a.ids() + b.ids()) for a, b in zip(self._lists, other._lists, strict=True)]
-        return KVCacheBlocks(self._pool, lists, self.junction)
+        return type(self)(self._pool, lists, self.junction)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KVCacheBlocks) and self.blocks == other.blocks
@@ -132,4 +136,4 @@ class KVCacheBlocks:
 
     def new_empty(self) -> KVCacheBlocks:
         """No blocks, for as many groups. O(groups)."""
-        return KVCacheBlocks(self._pool, [BlockList() for _ in self._lists])
+        return type(self)(self._pool, [BlockList() for _ in self._lists])

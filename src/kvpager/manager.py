@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ._native import DecodeSlots
 from .attention import CrossAttention, SinkAttention
@@ -72,6 +72,9 @@ class KVCacheManager:
     refuse a request). Raises ``ConfigError``.
     """
 
+    blocks_class: ClassVar[type[KVCacheBlocks]] = KVCacheBlocks
+    """What answers are made of: a host may show blocks in its own way."""
+
     def __init__(
         self,
         config: CacheConfig,
@@ -119,7 +122,7 @@ class KVCacheManager:
             trusts_max_tokens=trust_max_tokens,
             records_admissions=log_stats and enable_caching,
         )
-        self.empty_kv_cache_blocks = KVCacheBlocks(self.block_pool, [BlockList() for _ in config.groups])
+        self.empty_kv_cache_blocks = self.blocks_class(self.block_pool, [BlockList() for _ in config.groups])
         self._sink_blocks = [
             self.block_pool.reserve(spec.num_sink_blocks) if isinstance(spec, SinkAttention) else []
             for spec in config.specs
@@ -143,7 +146,7 @@ class KVCacheManager:
         lists, num_tokens, junction = self.coordinator.match(request)
         if not num_tokens and not junction:
             return self.empty_kv_cache_blocks, 0
-        return KVCacheBlocks(self.block_pool, lists, junction, self.block_pool.generation), num_tokens
+        return self.blocks_class(self.block_pool, lists, junction, self.block_pool.generation), num_tokens
 
     def probe(
         self,
@@ -277,7 +280,7 @@ class KVCacheManager:
         if admission is not None and self.prefix_cache_stats is not None:
             num_tokens, was_preempted = admission
             self.prefix_cache_stats.record(num_tokens, num_new_computed_tokens, was_preempted)
-        return self.empty_kv_cache_blocks if appended is None else KVCacheBlocks(self.block_pool, appended)
+        return self.empty_kv_cache_blocks if appended is None else self.blocks_class(self.block_pool, appended)
 
     def allocate_decode_slots(
         self,
@@ -422,7 +425,7 @@ class KVCacheManager:
             return self.empty_kv_cache_blocks
         if any(self._sink_blocks):
             tables = [BlockList(sink + t.ids()) for sink, t in zip(self._sink_blocks, tables, strict=True)]
-        return KVCacheBlocks(self.block_pool, tables)
+        return self.blocks_class(self.block_pool, tables)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The ids of ``get_blocks``, per group: what the rows of its block tables hold. O(blocks)."""
@@ -462,7 +465,7 @@ class KVCacheManager:
     def create_kv_cache_blocks(self, blocks: Sequence[Sequence[Block]]) -> KVCacheBlocks:
         """Wrap blocks of this manager, per group. O(blocks)."""
         lists = [BlockList(block.block_id for block in group) for group in blocks]
-        return KVCacheBlocks(self.block_pool, lists) if any(map(len, lists)) else self.empty_kv_cache_blocks
+        return self.blocks_class(self.block_pool, lists) if any(map(len, lists)) else self.empty_kv_cache_blocks
 
     def live_requests(self) -> list[RequestLike]:
         """The requests that hold blocks. O(requests)."""

@@ -32,6 +32,7 @@ from kvpager.integrations.vllm import v0_25_1
 
 from .hosts import BLOCK, KVPAGER, full, manager, request, window
 
+HASHES_OF_8 = get_request_block_hasher(8, sha256_cbor)
 LORA = LoRARequest(lora_name="poet", lora_int_id=3, lora_path="/nowhere")
 
 
@@ -284,8 +285,27 @@ def test_residency_is_told_to_vllms_collector() -> None:
     other = request("other", range(1000, 1170))
     assert host.allocate_slots(other, 170)
     ended = collector.drain_events()
-    assert len(ended) == 6
-    assert all(event.lifetime_seconds >= event.idle_seconds >= 0 for event in ended)
+    assert len(ended) == 6 + 2  # the full blocks, and what a and b had begun behind them
+    assert all(event.lifetime_seconds >= 0 and event.idle_seconds >= 0 for event in ended)
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_residency_counts_what_vllm_counts(enable_caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPAGER_VLLM_EVICTION", "recency")
+    ours, theirs = (num_stays_ended(kind, enable_caching) for kind in (KVPAGER, VLLM))
+    assert ours == theirs and (ours > 30) == enable_caching
+
+
+def num_stays_ended(kind: Any, enable_caching: bool) -> int:
+    """Requests of odd lengths in a small pool: each leaves a block behind that is not full."""
+    collector = KVCacheMetricsCollector(sample_rate=1.0)
+    host = manager(kind, num_blocks=12, metrics_collector=collector, enable_caching=enable_caching)
+    for number in range(12):
+        one = request(str(number), range(number % 3 * 1000, number % 3 * 1000 + 50 + 7 * number))
+        hits, num_hits = host.get_computed_blocks(one)
+        assert host.allocate_slots(one, one.num_tokens - num_hits, num_hits, hits) is not None
+        host.free(one)
+    return len(collector.drain_events())
 
 
 # -- what connectors see of the pool ------------------------------------------------------------
@@ -302,6 +322,34 @@ def test_blocks_of_the_pool_have_their_group_in_the_hash() -> None:
             assert (block.block_id, block.block_hash, block.ref_cnt, block.is_null) == (block_id, expected, 1, False)
     assert host.block_pool.blocks[0].is_null and host.block_pool.null_block.is_null
     assert len(host.block_pool.blocks) == 64 and len(host.block_pool.blocks[2:5]) == 3
+
+
+def test_a_block_is_the_same_wherever_it_comes_from() -> None:
+    host = manager(specs=[full(), window(32)])
+    pool = host.block_pool
+    first, second = request("first", range(100)), request("second", range(100))
+    allocated = host.allocate_slots(first, 100)
+    hits, num_hits = host.get_computed_blocks(second)
+    assert num_hits == 96
+    each, _ = host.coordinator.find_longest_cache_hit_per_group(second.block_hashes, 99)
+    whole, joined = host.get_blocks("first"), allocated + allocated.new_empty()
+    made = host.create_kv_cache_blocks(whole.blocks)
+    tables = [group.req_to_blocks["first"] for group in host.coordinator.single_type_managers]
+    places = [*(blocks.blocks for blocks in (allocated, hits, whole, joined, made)), each, tables]
+    for groups in places:
+        for group, blocks in enumerate(groups):
+            assert list(blocks) == [pool.blocks[block.block_id] for block in blocks] == blocks[:]
+            hashes = {block.block_hash for block in blocks[:6] if not block.is_null}
+            known = {make_block_hash_with_group_id(block_hash, group) for block_hash in first.block_hashes}
+            assert hashes and hashes <= known
+    assert hits.blocks[1][0] == pool.null_block and len({pool.null_block, hits.blocks[1][0]}) == 1
+
+
+def test_the_free_queue_says_how_long_it_is_now() -> None:
+    host = manager()
+    queue = host.block_pool.free_block_queue
+    host.allocate_slots(request("a", range(40)), 40)
+    assert queue.num_free_blocks == host.block_pool.get_num_free_blocks() == 60
 
 
 def test_a_touched_block_outlives_its_request() -> None:
@@ -334,6 +382,39 @@ def test_groups_pass_for_vllms_classes_and_show_their_tables() -> None:
     assert first.num_cached_block["a"] == 6
     host.free(one)
     assert not first.req_to_blocks and "a" not in second.num_cached_block
+
+
+# -- hits ---------------------------------------------------------------------------------------
+
+
+def eagle_config() -> Any:
+    """Blocks of 8 tokens in two equal windows, one of them EAGLE's, and of 32 where all is read."""
+    wide = vllm_specs.FullAttentionSpec(block_size=32, **HEADS)
+    narrow = vllm_specs.SlidingWindowSpec(block_size=8, sliding_window=8, **HEADS)
+    groups = [
+        vllm_specs.KVCacheGroupSpec(["full"], wide),
+        vllm_specs.KVCacheGroupSpec(["main"], narrow),
+        vllm_specs.KVCacheGroupSpec(["drafts"], narrow, is_eagle_group=True),
+    ]
+    return vllm_specs.KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize("num_tokens", [32, 39, 40, 41, 64, 71, 72, 73, 100, 128, 200])
+def test_a_window_beside_eagles_caches_one_block_less_and_is_hit_alike(num_tokens: int) -> None:
+    """vLLM looks equal windows up together, so that both need the block behind the hit; only EAGLE's reads it."""
+    hits, cached = [], []
+    for kind in (KVPAGER, VLLM):
+        host = kind(eagle_config(), 512, 32, 8, use_eagle=True)
+        first, second = (request(name, range(num_tokens), block_hasher=HASHES_OF_8) for name in ("a", "b"))
+        assert host.allocate_slots(first, num_tokens) is not None
+        blocks = host.get_blocks("a").blocks
+        cached.append([sum(block.block_hash is not None for block in group) for group in blocks])
+        host.free(first)
+        hits.append(host.get_computed_blocks(second)[1])
+    assert hits[0] == hits[1]
+    ours, theirs = cached
+    assert ours[0] == theirs[0] and ours[2] == theirs[2]
+    assert ours[1] == num_tokens // 32 <= theirs[1]
 
 
 # -- configurations -----------------------------------------------------------------------------
@@ -369,7 +450,7 @@ def test_what_kvpager_does_not_do_is_refused_at_start(monkeypatch: pytest.Monkey
 
 def test_an_unknown_eviction_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPAGER_VLLM_EVICTION", "lru")
-    with pytest.raises(ConfigError, match="lru"):
+    with pytest.raises(ConfigError, match="KVPAGER_VLLM_EVICTION is 'lru'; set it to dead_first or recency"):
         manager()
 
 

@@ -20,11 +20,17 @@ from ...manager import KVCacheManager
 from ...pool import NULL_BLOCK, EvictionOrder
 from ...request import EventSource, RequestLike
 from ...stats import PrefixCacheStats, ResidencySampler
-from .views import ConnectorBlockPool, Coordinator
+from .views import ConnectorBlockPool, Coordinator, HostBlocks
 
 __all__ = ["SchedulerManager", "refuse_pool_walkers"]
 
 logger = logging.getLogger("vllm.kvpager")
+
+
+class _Manager(KVCacheManager):
+    """kvpager's own, with blocks as vLLM knows them."""
+
+    blocks_class = HostBlocks
 
 
 class SchedulerManager:
@@ -52,7 +58,7 @@ class SchedulerManager:
         num_sink_blocks: int,
         group_classes: Sequence[type],
     ) -> None:
-        self.manager = KVCacheManager(
+        self.manager = _Manager(
             config,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -99,8 +99,8 @@ class KVCacheManager(SchedulerManager):
             log_stats=log_stats,
             enable_kv_cache_events=enable_kv_cache_events,
             watermark=watermark,
-            eviction_order=os.environ.get("KVPAGER_VLLM_EVICTION", "dead_first"),  # type: ignore[arg-type]
-            residency=Residency(metrics_collector) if metrics_collector is not None else None,
+            eviction_order=_eviction_order(),
+            residency=Residency(metrics_collector, enable_caching) if metrics_collector is not None else None,
             event_source=EventSource,
             num_sink_blocks=sum(_num_sink_blocks(spec) for spec in specs),
             group_classes=[KVCacheSpecRegistry.get_manager_class(spec) for spec in specs],
@@ -289,12 +289,14 @@ def as_vllm_event(event: KVCacheEvent, kinds: Sequence[tuple[str, int | None]]) 
 class Residency(ResidencySampler):
     """vLLM's own collector of block residency, told what kvpager's blocks do."""
 
-    def __init__(self, collector: Any) -> None:
+    def __init__(self, collector: Any, enable_caching: bool) -> None:
         self._collector = collector
+        self._enable_caching = enable_caching
 
     def allocated(self, block_id: int) -> None:
-        """A block got new content."""
-        self._collector.block_metrics.pop(block_id, None)
+        """A block got new content. For vLLM that ends its last stay, cached or not, if caching is on."""
+        if self._enable_caching:
+            self._collector.on_block_evicted(_Id(block_id))
         self._collector.on_block_allocated(_Id(block_id))
 
     def used(self, block_id: int) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...blocks import Block, GroupBlocks
+from ...blocks import Block, GroupBlocks, KVCacheBlocks
 from ...manager import KVCacheManager
 from ...pool import BlockList, BlockPool
 
-__all__ = ["ConnectorBlockPool", "Coordinator", "GroupView"]
+__all__ = ["ConnectorBlockPool", "Coordinator", "GroupView", "HostBlocks"]
 
 
 class ConnectorBlockPool:
@@ -22,11 +22,7 @@ class ConnectorBlockPool:
         self.enable_caching = manager.enable_caching
         self.blocks: Sequence[PoolBlock] = _AllBlocks(self._pool)
         self.null_block = self.blocks[0]
-
-    @property
-    def free_block_queue(self) -> FreeBlockQueue:
-        """Its length only: the queue's links are not there to be walked."""
-        return FreeBlockQueue(self._pool.num_free)
+        self.free_block_queue = FreeBlockQueue(self._pool)
 
     def get_num_free_blocks(self) -> int:
         """Blocks that can be allocated."""
@@ -72,7 +68,7 @@ class _AllBlocks(Sequence["PoolBlock"]):
 
 @dataclass(frozen=True)
 class PoolBlock(Block):
-    """A block as vLLM's pool shows it: its hash has the group behind it, as four bytes, most significant first."""
+    """A block as vLLM shows it: its hash has the group behind it, as four bytes, most significant first."""
 
     @property
     def block_hash(self) -> bytes | None:
@@ -81,11 +77,24 @@ class PoolBlock(Block):
         return None if block_hash is None or group is None else block_hash + group.to_bytes(4, "big")
 
 
-class FreeBlockQueue:
-    """How many blocks are free; anything else of vLLM's queue is refused by name."""
+class HostBlocks(KVCacheBlocks):
+    """Answers whose blocks are those of the pool that connectors see."""
 
-    def __init__(self, num_free_blocks: int) -> None:
-        self.num_free_blocks = num_free_blocks
+    __slots__ = ()
+
+    block_class = PoolBlock
+
+
+class FreeBlockQueue:
+    """How many blocks are free now; anything else of vLLM's queue is refused by name."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated."""
+        return self._pool.num_free
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -130,7 +139,7 @@ class Coordinator:
     ) -> tuple[tuple[Sequence[Block], ...], tuple[int, ...]]:
         """Each group's longest hit on its own: for connectors that bring what the other groups lack."""
         matches = self._manager.coordinator.match_each(block_hashes, max_cache_hit_length)
-        views = tuple(GroupBlocks(self._manager.block_pool, blocks) for blocks, _ in matches)
+        views = tuple(GroupBlocks(self._manager.block_pool, blocks, PoolBlock) for blocks, _ in matches)
         return views, tuple(num_tokens for _, num_tokens in matches)
 
 
@@ -142,7 +151,9 @@ class GroupView:
         self.block_size = manager.kv_cache_config.specs[group].block_size
         self.kv_cache_group_id = group
         coordinator, pool = manager.coordinator, manager.block_pool
-        self.req_to_blocks = ByRequest(manager, lambda name: GroupBlocks(pool, coordinator.tables(name)[group]))
+        self.req_to_blocks = ByRequest(
+            manager, lambda name: GroupBlocks(pool, coordinator.tables(name)[group], PoolBlock)
+        )
         self.num_cached_block = ByRequest(manager, lambda name: coordinator.num_committed_blocks(name)[group])
 
     @property  # type: ignore[misc]
