@@ -117,6 +117,8 @@ class BlockHasher:
         cls, config: CacheConfig, seed: str | bytes | None = None, algorithm: Algorithm = "sha256"
     ) -> BlockHasher:
         """The hasher that fits a cache: its hash block size and its namespace."""
+        if not isinstance(config, CacheConfig):
+            raise ConfigError(f"config must be a CacheConfig, got {config!r}")
         return cls(config.hash_size, config.namespace, seed, algorithm)
 
     def start(self) -> BlockHashes:

@@ -10,18 +10,16 @@ The walks are seeded loops; a failure prints seed, step and call, and a test's i
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvpager import BlockPool, InvariantError, KVCacheManager, KVPagerError, check_manager
-from model.calls import IN_EVERY_ORDER, METHODS, OF_REQUESTS, Boom, Call, World, draw_call
+from kvpager import BlockPool, InvariantError, KVCacheManager, check_manager
+from model.calls import BAD, IN_EVERY_ORDER, METHODS, OF_REQUESTS, Boom, Call, World, draw_call, says
 
 IS_SANITIZED = os.environ.get("HYPOTHESIS_PROFILE") == "sanitize"
 SEEDS = range(2 if IS_SANITIZED else 20)
@@ -57,21 +55,6 @@ KNOWN_FAULTS: dict[str, Callable[[Call, BaseException], bool]] = {
     ),
 }
 """What the compiled part or manager.py does wrong and is not mended yet: passed over, and nothing else is."""
-
-BAD = (None, True, -1, 2**31, 2**63, 2**70, math.nan, 1.5, "x", b"", [], {}, np.int64(3), np.float32(1), object())
-OF_A_HOST = {"request", "requests"}
-"""Any object with the right attributes will do; one without says which it lacks."""
-
-
-def says(error: BaseException, names: tuple[str, ...]) -> bool:
-    """Whether it is the package's own error, or Python's and says which parameter is of a wrong type."""
-    text = str(error)
-    if isinstance(error, KVPagerError):
-        return not isinstance(error, InvariantError)
-    if isinstance(error, AttributeError):
-        return bool(OF_A_HOST & set(names)) and "has no attribute" in text
-    is_python = isinstance(error, (TypeError, ValueError)) and "incompatible function arguments" not in text
-    return is_python and any(name in text for name in names)
 
 
 class Walk:

@@ -5,12 +5,25 @@ A `Call` names what it needs of a `World` (`Of`), so that the same call can be m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
-from kvpager import BlockHasher, CacheConfig, FullAttention, KVCacheManager, Mamba, Request, SlidingWindow
+import numpy as np
+
+from kvpager import (
+    BlockHasher,
+    CacheConfig,
+    FullAttention,
+    InvariantError,
+    KVCacheManager,
+    KVPagerError,
+    Mamba,
+    Request,
+    SlidingWindow,
+)
 
 NUM_BLOCKS = 16
 NAMES = ("a", "b", "c", "plain", "unhashed", "twin")
@@ -23,6 +36,22 @@ LAYOUTS = (
     [FullAttention(block_size=4)],
     [SlidingWindow(block_size=2, window=5), FullAttention(block_size=4)],
 )
+
+
+BAD = (None, True, -1, 2**31, 2**63, 2**70, math.nan, 1.5, "x", b"", [], {}, np.int64(3), np.float32(1), object())
+OF_A_HOST = {"request", "requests", "manager"}
+"""Any object with the right attributes will do; one without says which it lacks."""
+
+
+def says(error: BaseException, names: tuple[str, ...]) -> bool:
+    """Whether it is the package's own error, or Python's and says which parameter is of a wrong type."""
+    text = str(error)
+    if isinstance(error, KVPagerError):
+        return not isinstance(error, InvariantError)
+    if isinstance(error, AttributeError):
+        return bool(OF_A_HOST & set(names)) and "has no attribute" in text
+    is_python = isinstance(error, (TypeError, ValueError)) and "incompatible function arguments" not in text
+    return is_python and any(name in text for name in names)
 
 
 class Boom(Exception):
