@@ -325,11 +325,13 @@ class KVCacheCoordinator:
         Gives the value of `Fit`, the free blocks needed in each group and in all, and how many of them are missing.
         """
 
-    def tokens_to_commit(self, request: RequestLike, num_computed_tokens: int, num_tokens: int) -> range:
-        """The tokens that a call may enter into the index which computes up to ``num_tokens``. O(groups).
+    def tokens_to_commit(
+        self, request: RequestLike, num_hit_tokens: int, num_external_tokens: int, num_new_tokens: int
+    ) -> range:
+        """The tokens that `allocate` may enter into the index; what events tell of them is read before. O(groups)."""
 
-        What events will tell of them is read before the call. ``num_computed_tokens``: where it goes on.
-        """
+    def tokens_to_cache(self, request: RequestLike, num_computed_tokens: int) -> range:
+        """The same for `cache_blocks`."""
 
     def plan(
         self,

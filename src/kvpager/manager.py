@@ -255,8 +255,8 @@ class KVCacheManager:
         hit, generation, junction = ((), 0, 0) if new_computed_blocks is None else self._own(new_computed_blocks)
         stored_events = None
         if self._logs_events and not delay_cache_blocks:
-            start = request.num_computed_tokens + num_new_computed_tokens
-            stored_events = self._read_for_events(request, start, start + num_external_computed_tokens + num_new_tokens)
+            added = (num_new_computed_tokens, num_external_computed_tokens, num_new_tokens)
+            stored_events = self._read_for_events(request, self.coordinator.tokens_to_commit(request, *added))
         done = self.coordinator.allocate(
             request,
             hit,
@@ -348,7 +348,8 @@ class KVCacheManager:
         """
         stored_events = None
         if self._logs_events:
-            stored_events = self._read_for_events(request, request.num_computed_tokens, num_computed_tokens)
+            tokens = self.coordinator.tokens_to_cache(request, num_computed_tokens)
+            stored_events = self._read_for_events(request, tokens)
         stored = self.coordinator.cache_blocks(request, num_computed_tokens)
         if stored_events is not None:
             self._log_stored(stored_events, stored)
@@ -481,9 +482,8 @@ class KVCacheManager:
             )
         return blocks._lists, blocks._generation, blocks.junction
 
-    def _read_for_events(self, request: RequestLike, start: int, stop: int) -> StoredEvents | None:
-        """What events will tell of a call that has tokens [start, stop) computed; None: nothing is committed."""
-        tokens = self.coordinator.tokens_to_commit(request, start, min(stop, request.num_tokens, self.max_model_len))
+    def _read_for_events(self, request: RequestLike, tokens: range) -> StoredEvents | None:
+        """What events will tell of a call that may commit these tokens."""
         if not tokens:
             return None
         config = self.kv_cache_config

@@ -159,8 +159,8 @@ def public(cls: type) -> Iterator[str]:
 
 def test_every_public_call_is_among_them() -> None:
     expected = {*public(KVCacheManager), *(f"block_pool.{name}" for name in public(BlockPool))}
-    assert set(METHODS) == expected
+    assert set(METHODS) == expected - {"blocks_class"}  # what a host may put in its place, not a call
     world = World(0)
-    for name in public(KVCacheManager):
+    for name in set(public(KVCacheManager)) - {"blocks_class"}:
         call = draw_call(Random(0), world, name)
         assert list(call.arguments) == list(inspect.signature(getattr(world.manager, name)).parameters)

@@ -143,7 +143,7 @@ class World:
             (name, [table.ids() for table in coordinator.tables(name)], coordinator.num_committed_blocks(name))
             for name in coordinator.request_ids()
         ]
-        refs = [(pool.ref_count(i), pool.outside_count(i), pool.is_computing(i)) for i in range(NUM_BLOCKS)]
+        refs = [(pool.ref_count(i), pool.outside_count(i)) for i in range(NUM_BLOCKS)]
         stats = self.manager.prefix_cache_stats
         told = (pool.num_evictions, pool.reserved_blocks(), stats and replace(stats))
         return tables, pool.free_queue(), pool.index(), refs, told
@@ -329,10 +329,8 @@ _ARGUMENTS: dict[str, _Arguments] = {
     "block_pool.reserve": lambda r, n: {"num_blocks": int(r.random() < 0.02)},
     "block_pool.block_group": _of_block,
     "block_pool.block_hash": _of_block,
-    "block_pool.is_computing": _of_block,
     "block_pool.outside_count": _of_block,
     "block_pool.ref_count": _of_block,
-    "block_pool.clear_index": _nothing,
     "block_pool.free_queue": _nothing,
     "block_pool.index": _nothing,
     "block_pool.new_step_starts": _nothing,

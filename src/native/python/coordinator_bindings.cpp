@@ -261,7 +261,9 @@ void bind_questions(nb::class_<CoordinatorObject>& cls) {
             },
             "num_lookahead_tokens"_a, "num_encoder_tokens"_a)
         .def("can_continue", &Object::can_continue, "request"_a)
-        .def("tokens_to_commit", &Object::tokens_to_commit, "request"_a, "num_computed_tokens"_a, "num_tokens"_a)
+        .def("tokens_to_commit", &Object::tokens_to_commit, "request"_a, "num_hit_tokens"_a.none(),
+             "num_external_tokens"_a.none(), "num_new_tokens"_a.none())
+        .def("tokens_to_cache", &Object::tokens_to_cache, "request"_a, "num_computed_tokens"_a.none())
         .def("plan", &plan, "request_id"_a, "hits"_a, nb::kw_only(), "num_computed_tokens"_a, "num_main_tokens"_a,
              "num_slots"_a, "num_encoder_tokens"_a, "on_the_way"_a)
         .def("tables", of_tables([](const Table& table) { return nb::cast(BlockList{table.ids}); }), "request_id"_a)

@@ -98,11 +98,20 @@ public:
                                     report.num_short);
     }
 
-    nanobind::object tokens_to_commit(nanobind::handle request, nanobind::handle num_computed,
-                                      nanobind::handle num_tokens) {
-        int64_t computed = int_argument(num_computed, "num_computed_tokens", -max_count);
-        int64_t tokens = int_argument(num_tokens, "num_tokens", -max_count);
-        return as_python_range(core_.tokens_to_commit(core_.find(request.ptr()), computed, tokens));
+    // The tokens that a call may enter into the index: what events will tell of them is read before it.
+    nanobind::object tokens_to_commit(nanobind::handle request, nanobind::handle num_hit, nanobind::handle num_external,
+                                      nanobind::handle num_new) {
+        int64_t hit = int_argument(num_hit, "num_new_computed_tokens", 0);
+        int64_t external = int_argument(num_external, "num_external_computed_tokens", 0);
+        int64_t added = external + int_argument(num_new, "num_new_tokens", 0);
+        ReadRequest read = reader_.all(request.ptr(), false);
+        int64_t start = read.numbers.num_computed_tokens + hit;
+        return tokens_until(request, start, start + added, read);
+    }
+    nanobind::object tokens_to_cache(nanobind::handle request, nanobind::handle num_computed) {
+        int64_t computed = int_argument(num_computed, "num_computed_tokens", 0);
+        ReadRequest read = reader_.all(request.ptr(), false);
+        return tokens_until(request, read.numbers.num_computed_tokens, computed, read);
     }
 
     bool can_continue(nanobind::handle request) {
@@ -253,6 +262,12 @@ private:
         return list_of(stored, [](const StoredRun& run) {
             return nanobind::make_tuple(run.group, as_python_range(run.positions));
         });
+    }
+
+    nanobind::object tokens_until(nanobind::handle request, int64_t start, int64_t stop,
+                                  const ReadRequest& read) const {
+        int64_t end = std::min({stop, read.numbers.num_tokens, core_.options().max_model_len});
+        return as_python_range(core_.tokens_to_commit(core_.find(request.ptr()), start, end));
     }
 
     // The live request that it is. Null: it is none, and `id` its id, which no other live request has.
