@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -147,6 +148,45 @@ def test_removed_is_told_with_the_last_copy_and_events_rebuild_the_index() -> No
     assert manager.reset_prefix_cache()
     assert manager.take_events() == [AllBlocksCleared()]
     assert make_manager().take_events() == []
+
+
+def test_a_host_that_fails_to_say_what_events_tell_finds_the_manager_unchanged() -> None:
+    says = True
+
+    def source(request: Request) -> Request:
+        if not says:
+            raise RuntimeError("the host knows nothing of it")
+        return request
+
+    manager = make_manager(num_blocks=30, enable_kv_cache_events=True, event_source=source)
+    new, running, loading = (make_request(manager, name, [n] * 8) for n, name in enumerate("abc"))
+    assert manager.allocate_slots(running, 7) is not None
+    running.num_computed_tokens = 7
+    assert manager.allocate_slots(loading, 0, num_external_computed_tokens=8, delay_cache_blocks=True) is not None
+    loading.num_computed_tokens = 8
+
+    def seen() -> object:
+        tables = [manager.get_block_ids(name) for name in "abc"]
+        return tables, manager.block_pool.free_queue(), manager.block_pool.index()
+
+    calls: list[Callable[[], object]] = [
+        lambda: manager.allocate_slots(new, 8),
+        lambda: manager.allocate_slots(running, 1),
+        lambda: manager.allocate_decode_slots([running]),
+        lambda: manager.cache_blocks(loading, 8),
+    ]
+    before = seen()
+    for call in calls:
+        says = False
+        with pytest.raises(RuntimeError, match="knows nothing"):
+            call()
+        assert seen() == before
+    says = True
+    manager.take_events()
+    for call in calls:
+        call()
+    stored = [event for event in manager.take_events() if isinstance(event, BlockStored)]
+    assert [event.token_ids for event in stored] == [[0] * 8, [1] * 4, [2] * 8]
 
 
 def test_events_survive_the_wire_in_tagged_form() -> None:
