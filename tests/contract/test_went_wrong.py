@@ -216,6 +216,20 @@ def test_tokens_of_a_load_under_way_were_committed_by_the_next_ordinary_call() -
     assert manager.get_computed_blocks(request_of(manager, "b", 20))[1] == 16
 
 
+def test_a_second_load_let_tokens_of_the_first_be_committed() -> None:
+    manager = manager_of(FULL)
+    request = request_of(manager, "a", 24)
+    load: dict[str, Any] = {"num_external_computed_tokens": 8, "delay_cache_blocks": True}
+    assert admit(manager, request, 0, **load) == 0
+    assert manager.allocate_slots(request, 0, **load) is not None
+    request.num_computed_tokens = 16
+    assert prefill(manager, request, 8)
+    assert not manager.block_pool.index()
+    for arrived, committed in ((8, 2), (24, 6)):
+        manager.cache_blocks(request, arrived)
+        assert {h for h, _ in manager.block_pool.index()} == set(request.block_hashes[:committed])
+
+
 def test_state_of_a_load_that_did_not_arrive_was_committed() -> None:
     """Found by the stateful run, beside the row above: what the load promised at token 4 was never there."""
     manager = manager_of(FULL, Mamba(block_size=4))

@@ -394,7 +394,12 @@ FAULTS = [
         "++at) is_bad[null_block] = true;",
         "what was computed from a failed load stays in the index",
     ),
-    Fault(COORDINATOR, "} while (found != first);", "} while (first.empty());", "garbage does not spread to sharers"),
+    Fault(
+        COORDINATOR,
+        "} while (found != first);",
+        "} while (first.empty() && !found.empty());",
+        "garbage does not spread to sharers",
+    ),
     Fault(LIVE, "if (distance >= ((slot - hole)", "if (distance > ((slot - hole)", "a request behind a gap is lost"),
     # -- the pool
     Fault(POOL, "return blocks_[block].refs == 1;", "return blocks_[block].refs >= 1;", "shared blocks come back"),

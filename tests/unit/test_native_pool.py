@@ -186,6 +186,16 @@ def test_arguments_that_run_code_see_a_whole_pool() -> None:
     assert (pool.num_free, pool.num_popped) == (13, 2)
 
 
+def test_a_block_that_was_never_used_is_touched_out_of_the_middle() -> None:
+    pool = BlockPool(8, 1)
+    pool.touch([5])
+    assert pool.free_queue() == [1, 2, 3, 4, 6, 7]
+    pool.touch([2])
+    assert pool.allocate(5) == [1, 3, 4, 6, 7]
+    pool.free_blocks([2, 5])
+    assert sorted(pool.allocate(2)) == [2, 5]
+
+
 def test_threads_that_share_a_pool() -> None:
     """The GIL makes calls atomic: whatever the threads' order, the pool stays whole."""
     pool = BlockPool(300, 1, enable_events=True)
