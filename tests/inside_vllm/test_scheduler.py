@@ -210,6 +210,22 @@ def test_more_tokens_accepted_than_drafted_starts_one_request_over(specs: str, s
     assert said == [message]
 
 
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("seed", range(3))
+def test_computed_tokens_out_of_nowhere_end_no_step(specs: str, seed: int, said: list[str]) -> None:
+    one = Life(KVPAGER, seed, num_blocks=60, specs=SPECS[specs])
+    for _ in range(200):
+        if one.source.random() < 0.2:
+            one._arrive()
+        one.step()
+        for victim in one.host.requests.values():
+            if one.source.random() < 0.05:
+                victim.num_computed_tokens = one.source.randrange(victim.num_tokens)
+    assert any("starts over" in message for message in said)
+    finish(one.host, max_steps=3000)
+    assert one.host.kv_cache_manager.block_pool.get_num_free_blocks() == 59
+
+
 def test_computed_tokens_of_a_request_that_was_never_scheduled_start_over(said: list[str]) -> None:
     host = scheduler()
     one = request("session", range(40), max_tokens=4)
