@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -80,12 +80,12 @@ class _Live:
     drafts: tuple[int, ...] = ()
 
 
-class _Result(NamedTuple):
-    """What a step gave for a request that samples, read and checked."""
+class _Answers(NamedTuple):
+    """What a step gave, read and checked: nobody can change it any more."""
 
-    tokens: list[int]
-    drafts: list[int]
-    stops: bool
+    sampled: dict[str, list[int]]
+    drafts: dict[str, list[int]]
+    stopped: frozenset[str]
 
 
 _RUNNING = RequestStatus.RUNNING
@@ -221,30 +221,36 @@ class Scheduler:
         """
         if output is not self._step or self._step is None:
             raise InvalidRequestError("update() needs the output of the last schedule(), once")
-        results = _read_results(output, sampled, {} if drafts is None else drafts, stopped)
+        answers = _read_answers(output, sampled, {} if drafts is None else drafts, stopped)
         self._step = None
         finished, self._outgrown = self._outgrown, []
-        for step, result in results:
-            step.request.num_computed_tokens = step.start + step.num_tokens
-            if result is not None:
-                status = self._take_in(step, result)
+        for step in output.scheduled:
+            request = step.request
+            if request.status is not _RUNNING:  # it was aborted
+                continue
+            request.num_computed_tokens = step.start + step.num_tokens
+            if step.samples:
+                status = self._take_in(step, answers)
                 if status is not None:
-                    finished.append(self._finish(self._live[step.request.request_id], status))
+                    finished.append(self._finish(self._live[request.request_id], status))
         if finished:
             self._running = [live for live in self._running if live.request.status is _RUNNING]
         return finished
 
-    def _take_in(self, step: ScheduledRequest, result: _Result) -> RequestStatus | None:
+    def _take_in(self, step: ScheduledRequest, answers: _Answers) -> RequestStatus | None:
         """Take in what a step sampled; gives how the request ends, if it does."""
-        request, tokens = step.request, result.tokens
+        request = step.request
+        request_id = request.request_id
+        tokens = answers.sampled[request_id]
         request.num_computed_tokens -= len(step.draft_token_ids) + 1 - len(tokens)  # rejected drafts
         request.append_output_token_ids(tokens if len(tokens) > 1 else tokens[0])  # one is faster
-        if result.stops:
+        if request_id in answers.stopped:
             return RequestStatus.FINISHED_STOPPED
-        live = self._live[request.request_id]
+        live = self._live[request_id]
         if request.num_tokens >= live.max_num_tokens:
             return RequestStatus.FINISHED_LENGTH
-        live.drafts = tuple(result.drafts[: live.max_num_tokens - 1 - request.num_tokens])
+        drafts = answers.drafts.get(request_id)
+        live.drafts = tuple(drafts[: live.max_num_tokens - 1 - request.num_tokens]) if drafts else ()
         return None
 
     # -- who runs -----------------------------------------------------------------------------
@@ -383,28 +389,29 @@ class Scheduler:
             raise ConfigError(f"Scheduler: policy must be 'fcfs' or 'priority', got {self.policy!r}")
 
 
-def _read_results(
+def _read_answers(
     output: SchedulerOutput,
     sampled: Mapping[str, Sequence[int]],
     drafts: Mapping[str, Sequence[int]],
     stopped: Collection[str],
-) -> list[tuple[ScheduledRequest, _Result | None]]:
-    """What the step gave each of its requests that has not been aborted; None: it does not sample."""
+) -> _Answers:
+    """The answers for the step's requests that sample and have not been aborted. O(answers)."""
     for name, given in (("sampled", sampled), ("drafts", drafts)):
         if not isinstance(given, Mapping):
             raise InvalidRequestError(f"{name} must be a mapping from request ids to token ids, got {given!r}")
-    expected = {step.request.request_id for step in output.scheduled if step.samples}
-    _check_ids("sampled", sampled, expected)
-    _check_ids("drafts", drafts, expected)
-    stops = _check_ids("stopped", stopped, expected)
-    return [
-        (step, _read_result(step, sampled, drafts, stops) if step.samples else None)
-        for step in output.scheduled
-        if step.request.status is _RUNNING  # the others were aborted
-    ]
+    sampling = {step.request.request_id: step for step in output.scheduled if step.samples}
+    _check_ids("sampled", sampled, sampling)
+    proposed = _check_ids("drafts", drafts, sampling)
+    stops = _check_ids("stopped", stopped, sampling)
+    live = {request_id: step for request_id, step in sampling.items() if step.request.status is _RUNNING}
+    return _Answers(
+        {request_id: _read_sampled(request_id, step, sampled) for request_id, step in live.items()},
+        {request_id: _read_tokens("drafts", request_id, drafts[request_id]) for request_id in proposed & live.keys()},
+        stops,
+    )
 
 
-def _check_ids(name: str, given: Collection[str], expected: Set[str]) -> frozenset[str]:
+def _check_ids(name: str, given: Collection[str], expected: Mapping[str, object]) -> frozenset[str]:
     """The ids, all of them expected. O(ids)."""
     if isinstance(given, str) or not isinstance(given, Collection):
         raise InvalidRequestError(f"{name} must be a collection of request ids, got {given!r}")
@@ -412,35 +419,28 @@ def _check_ids(name: str, given: Collection[str], expected: Set[str]) -> frozens
         ids = frozenset(given)
     except TypeError as error:
         raise InvalidRequestError(f"{name} must have request ids, which are strings: {error}") from None
-    if ids <= expected:
-        return ids
-    raise InvalidRequestError(
-        f"{name} names {', '.join(map(repr, ids - expected))}, but the step samples nothing of that; "
-        f"name only requests of output.scheduled that have samples=True"
-    )
+    unknown = ids - expected.keys()
+    if unknown:
+        raise InvalidRequestError(
+            f"{name} names {', '.join(map(repr, unknown))}, but the step samples nothing of that; "
+            f"name only requests of output.scheduled that have samples=True"
+        )
+    return ids
 
 
-def _read_result(
-    step: ScheduledRequest,
-    sampled: Mapping[str, Sequence[int]],
-    drafts: Mapping[str, Sequence[int]],
-    stops: frozenset[str],
-) -> _Result:
-    request_id, most = step.request.request_id, len(step.draft_token_ids) + 1
-    tokens = _read_tokens("sampled", request_id, sampled)
+def _read_sampled(request_id: str, step: ScheduledRequest, sampled: Mapping[str, Sequence[int]]) -> list[int]:
+    tokens = _read_tokens("sampled", request_id, sampled.get(request_id, ()))
+    most = len(step.draft_token_ids) + 1
     if not 1 <= len(tokens) <= most:
         raise InvalidRequestError(
             f"request {request_id!r} got {len(tokens)} sampled tokens; this step gives 1 to {most}: "
             f"the accepted drafts and one more"
         )
-    return _Result(tokens, _read_tokens("drafts", request_id, drafts), request_id in stops)
+    return tokens
 
 
-def _read_tokens(name: str, request_id: str, given: Mapping[str, Sequence[int]]) -> list[int]:
-    """A copy of what is given for the request: nobody can change it any more."""
-    if request_id not in given:
-        return []
+def _read_tokens(name: str, request_id: str, token_ids: Sequence[int]) -> list[int]:
     try:
-        return token_list(given[request_id])
+        return token_list(token_ids)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name} of request {request_id!r}: {error}") from None
