@@ -166,7 +166,7 @@ class Driver:
             ),
             "admit, blocks reserved": lambda: self.admit(reserved=self.rng.randint(1, 4)),
             "admit with lookahead": lambda: self.admit(lookahead=self.rng.randint(1, 4)),
-            "admit with external tokens": lambda: self.admit(external=True),
+            "admit with external tokens": lambda: self.admit(external=True, full_sequence=self.rng.random() < 0.5),
             "prefill chunk": self.prefill,
             "decode": self.decode,
             "decode with lookahead": lambda: self.decode(lookahead=self.rng.randint(1, 4)),

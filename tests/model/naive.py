@@ -339,16 +339,13 @@ class NaiveManager:
         books = self.books.get(request.request_id)
         if books is not None:
             return self._taken_more(group, books.tables[group.index], n, m, length, prompt)
+        # What is dead at `total` is null from the start; only later does releasing trail.
         shared = [b != NULL and self.count[b] > 0 for b in hits]
         if group.mode == "align":
-            oldest = (max(0, n - 1 if n == total else n - 1 - group.num_speculative)) // group.size
+            oldest = max(0, total - 1, n - 1 - group.num_speculative) // group.size
             states = set(range(max(oldest, len(hits) - 1), ceil_div(n, group.size))) | {(m - 1) // group.size}
             return len(states) - sum(shared[j] for j in states if j < len(hits)) + group.num_speculative
-        alive = [
-            j
-            for j in range(length)
-            if not (group.is_dead(j, n, prompt) if n == total else group.is_released(j, n, prompt))
-        ]
+        alive = [j for j in range(length) if not (group.is_dead(j, total, prompt) or group.is_released(j, n, prompt))]
         return sum(j >= len(hits) or not shared[j] for j in alive)
 
     def _taken_more(self, group: Group, table: Sequence[int], n: int, m: int, length: int, prompt: int) -> int:
