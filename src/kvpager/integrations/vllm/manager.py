@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ... import check as kvpager_check
@@ -109,6 +109,7 @@ class SchedulerManager:
     def _take_methods_over(self) -> None:
         """kvpager's own methods where both mean the same: no call in between."""
         manager = self.manager
+        self._allocate = manager.allocate_slots
         self.free = manager.free
         self.pop_blocks_for_free = manager.pop_blocks_for_free
         self.remove_skipped_blocks = manager.remove_skipped_blocks
@@ -139,18 +140,47 @@ class SchedulerManager:
         self.coordinator.num_uncached_common_prefix_tokens = max(0, blocks.junction - num_tokens)
         return blocks, num_tokens
 
-    def allocate_slots(self, request: Any, *args: Any, **options: Any) -> KVCacheBlocks | None:
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+    ) -> KVCacheBlocks | None:
         """kvpager's answer; None where it raises, which would end the engine: that request starts over."""
-        if request.request_id in self._must_restart and not self.manager.coordinator.can_continue(request):
-            return None  # it lacks what it would go on from
+        if self._must_restart and self._lacks_its_start(request):
+            return None
         try:
-            blocks = self.manager.allocate_slots(request, *args, **options)
+            blocks = self._allocate(  # by position: by name it would cost twice as much
+                request,
+                num_new_tokens,
+                num_new_computed_tokens,
+                new_computed_blocks,
+                num_lookahead_tokens,
+                num_external_computed_tokens,
+                delay_cache_blocks,
+                num_encoder_tokens,
+                full_sequence_must_fit,
+                reserved_blocks,
+                has_scheduled_reqs,
+            )
         except InvalidRequestError as error:
             self._start_over(request, error)
             return None
         if blocks is None and not self.manager.coordinator.is_live(request):
-            self._tell_if_it_never_fits(request, options)
+            self._tell_if_it_never_fits(request, num_lookahead_tokens, num_encoder_tokens)
         return blocks
+
+    def _lacks_its_start(self, request: Any) -> bool:
+        """Whether it must start over: what it would go on from was lost with a load."""
+        return request.request_id in self._must_restart and not self.manager.coordinator.can_continue(request)
 
     def _start_over(self, request: Any, error: InvalidRequestError) -> None:
         """A state that no correct step leaves. vLLM preempts those that run; those that wait are set back here."""
@@ -159,9 +189,8 @@ class SchedulerManager:
             self.manager.free(request)
             request.num_computed_tokens = 0
 
-    def _tell_if_it_never_fits(self, request: Any, options: Mapping[str, Any]) -> None:
-        extra = (options.get("num_lookahead_tokens", 0), options.get("num_encoder_tokens", 0))
-        if not self.manager.fits_alone(request, *extra):
+    def _tell_if_it_never_fits(self, request: Any, num_lookahead_tokens: int, num_encoder_tokens: int) -> None:
+        if not self.manager.fits_alone(request, num_lookahead_tokens, num_encoder_tokens):
             self._tell_once(
                 request,
                 f"has {request.num_tokens} tokens; computed from the first one in steps of up to "
